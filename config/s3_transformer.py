@@ -1,0 +1,12 @@
+data_dir = 'data/s3'
+out_dir = 'out/s3_transformer'
+block_size = 64
+n_layer, n_head, n_embd = 3, 4, 64
+max_steps = 1500
+batch_size = 32
+learning_rate = 2e-3
+warmup_steps = 50
+weight_decay = 0.0
+eval_interval = 250
+eval_exact_batches = 4
+threads = 1

@@ -1,0 +1,147 @@
+"""Settings of every command: a config file of plain assignments, then --key=value overrides.
+
+A command declares its settings as a dataclass whose fields are made by `key(default, meaning)`. The type of the default is
+the type of the key. `parse` merges, in this order: the defaults, at most one config file, the command line. Whatever is
+wrong (an unknown key, a wrong type, an impossible combination) ends in one sentence on stderr and exit code 2, before
+anything is written. A config file is Python and is executed: run only those you trust.
+"""
+
+import difflib
+import math
+import os
+import sys
+from dataclasses import field, fields
+from types import ModuleType
+
+BOOLEANS = {'True': True, 'true': True, '1': True, 'False': False, 'false': False, '0': False}
+FORMS = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 'a text', tuple: 'numbers joined by commas'}
+
+
+class ConfigError(Exception):
+    """A mistake of the person at the keyboard; its text is one sentence that says what to change."""
+
+
+def key(default, meaning, choices=()):
+    """A declared setting: its default (which fixes its type), one line of meaning, and the values allowed if they are few."""
+    return field(default=default, metadata={'meaning': meaning, 'choices': tuple(choices)})
+
+
+def nearest(word, words):
+    """' (nearest: x)' when one of `words` resembles `word`, otherwise the list of them."""
+    close = difflib.get_close_matches(str(word), [str(w) for w in words], n=1, cutoff=0.5)
+    return f'did you mean {close[0]!r}?' if close else 'choose from: ' + ', '.join(str(w) for w in words) + '.'
+
+
+def typed(name, value, default):
+    """`value` (text from the command line, or an object from a config file) as the type of `default`, or ConfigError."""
+    kind = type(default)
+    wrong = ConfigError(f'{name}={value} is not {FORMS[kind]}; write it like {name}={show(default) or "1,2"}.')
+    try:
+        if kind is str:
+            if not isinstance(value, str):
+                raise wrong
+            return value
+        if kind is bool:
+            return BOOLEANS[str(value)]
+        if kind is tuple:
+            parts = [p for p in value.split(',') if p.strip()] if isinstance(value, str) else value
+            return tuple(typed(name, p, 0.0) for p in parts)
+        if isinstance(value, bool) or not math.isfinite(number := float(value)):
+            raise wrong
+        if kind is float:
+            return number
+        whole = int(value) if isinstance(value, int) or str(value).lstrip('+-').isdigit() else int(number)
+        if whole != number:
+            raise wrong
+        return whole
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise wrong from None
+
+
+def show(value):
+    return ','.join(f'{v:g}' for v in value) if isinstance(value, tuple) else str(value)
+
+
+def read_file(path):
+    """The names that a config file assigns, as a dict. It may start from another by `from other_config import *`."""
+    if not os.path.isfile(path):
+        folder = os.path.dirname(path) or '.'
+        there = sorted(f for f in os.listdir(folder) if f.endswith('.py')) if os.path.isdir(folder) else []
+        hint = f'in {folder}, ' + nearest(os.path.basename(path), there) if there else 'there is no such folder either.'
+        raise ConfigError(f'there is no config file {path}; {hint}')
+    names = {'__name__': 'config', '__file__': path}
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    try:
+        with open(path, encoding='utf-8') as f:
+            exec(compile(f.read(), path, 'exec'), names)
+    except Exception as e:
+        raise ConfigError(f'the config file {path} could not be run: {type(e).__name__}: {e}') from e
+    finally:
+        sys.path.pop(0)
+    return {k: v for k, v in names.items() if not k.startswith('_') and not callable(v) and not isinstance(v, ModuleType)}
+
+
+def read_arguments(argv, declared):
+    """(config file or None, {key: text}) from the command line; every key and the file may be given once."""
+    path, given = None, {}
+    for i, arg in enumerate(argv):
+        name, equals, value = arg.lstrip('-').partition('=')
+        if arg.startswith('--') and (equals or type(declared.get(name)) is bool):
+            if name in given:
+                raise ConfigError(f'--{name} is given twice; keep one.')
+            given[name] = value if equals else 'True'
+        elif arg.startswith('-') or equals:
+            follows = argv[i + 1] if not equals and i + 1 < len(argv) else 'VALUE'
+            raise ConfigError(f'cannot read the argument {arg!r}; write it as --{name}={value if equals else follows}.')
+        elif not arg.endswith('.py'):
+            raise ConfigError(f'cannot read the argument {arg!r}; settings are written --key=value, a config file ends in .py.')
+        elif path is not None:
+            raise ConfigError(f'two config files are given, {path} and {arg}; give one, and let it import the other.')
+        else:
+            path = arg
+    return path, given
+
+
+def print_help(config_class, usage):
+    print(f'usage: {usage}\n\nEvery key, its default and its meaning:')
+    rows = [(f'--{f.name}={show(f.default)}', f.metadata) for f in fields(config_class)]
+    width = min(34, max(len(left) for left, _ in rows))
+    for left, meta in rows:
+        choices = f' [{" | ".join(str(c) for c in meta["choices"])}]' if meta['choices'] else ''
+        print(f'  {left:<{width}}  {meta["meaning"]}{choices}')
+
+
+def parse(config_class, argv, usage):
+    """An instance of `config_class` (a dataclass of `key` fields) from `argv`, checked by its own `check()`.
+
+    Raises SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake.
+    """
+    if '--help' in argv or '-h' in argv:
+        print_help(config_class, usage)
+        raise SystemExit(0)
+    try:
+        declared = {f.name: f for f in fields(config_class)}
+        path, given = read_arguments(argv, {name: f.default for name, f in declared.items()})
+        values = {}
+        for source, pairs in ((path, read_file(path) if path else {}), ('the command line', given)):
+            for name, value in pairs.items():
+                if name not in declared:
+                    raise ConfigError(f'unknown key {name!r} in {source}; {nearest(name, declared)}')
+                values[name] = typed(name, value, declared[name].default)
+        config = config_class(**values)
+        for name, f in declared.items():
+            if f.metadata['choices'] and getattr(config, name) not in f.metadata['choices']:
+                raise ConfigError(
+                    f'{name}={getattr(config, name)} is not known; {nearest(getattr(config, name), f.metadata["choices"])}'
+                )
+        config.check()
+        return config
+    except ConfigError as e:
+        raise fail(e) from None
+
+
+def fail(sentence):
+    """SystemExit with code 2, after one line on stderr (from the first process only, when there are several)."""
+    if os.environ.get('RANK', '0') == '0':
+        print(f'error: {sentence}', file=sys.stderr)
+    return SystemExit(2)

@@ -1,0 +1,786 @@
+"""Decoder-only transformers that carry a latent memory from token to token.
+
+T2MLR (Cai, Zhu, Dong, He, Arora 2026) feeds a deep middle layer of token t-1 into an earlier middle layer of token t.
+LRT (Huang et al. 2026, arXiv 2605.26797) feeds an upper-middle layer of token t-1 into every layer of token t.
+Both are one computation: the model is a prelude, a span that reads and writes the memory, and a coda. A schedule is an
+ordered list of passes over the span, each at a subset of the positions; decoding is one more pass, at one position.
+
+Shapes: B sequences, T positions, n positions of one pass, D = n_embd, H query heads, G key/value heads, d = D / H.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from configurator import ConfigError, key
+
+
+@dataclass
+class GPTConfig:
+    """What the model is. Two backbone families, four recurrences; layers are counted from 0."""
+
+    architecture: str = key('gpt', 'gpt, or an LSTM language model of the same interface', ('gpt', 'lstm'))
+    family: str = key('nanochat', 'backbone: QK-norm, ReLU^2, x0 skip; or RMSNorm weights, SwiGLU, tied', ('nanochat', 'llama'))
+    vocab_size: int = key(0, 'token ids known to the model; 0 takes the number from the data')
+    block_size: int = key(256, 'longest sequence, in tokens')
+    n_layer: int = key(6, 'layers')
+    n_head: int = key(4, 'query heads')
+    n_kv_head: int = key(0, 'key/value heads, a divisor of n_head; 0 means n_head')
+    n_embd: int = key(128, 'width D of the residual stream')
+    n_hidden: int = key(0, 'width inside the MLP; 0 means 4 D (nanochat) or 8/3 D rounded up to a multiple of 64 (llama)')
+    positional: str = key('rope', 'position information in attention', ('rope', 'none'))
+    rope_base: float = key(10000.0, 'base of the rotary frequencies')
+    norm_eps: float = key(1e-5, 'epsilon of the norms of the llama family; nanochat takes the default of F.rms_norm')
+    value_embeddings: str = key('none', 'token-indexed embeddings added to the values', ('none', 'alternate', 'all'))
+    recurrence: str = key('none', 'the latent memory', ('none', 't2mlr', 'lrt'))
+    l_start: int = key(2, 'T2MLR: first layer of the span, which reads the memory')
+    l_end: int = key(3, 'T2MLR: last layer of the span (inclusive), which writes the memory')
+    cache_residual: str = key(
+        'on', 'T2MLR: R_t = RMSNorm(y + R_{t-1}); or without gradient, or without R', ('on', 'detached', 'off')
+    )
+    detach_memory: bool = key(False, 'T2MLR: no gradient flows through the memory wherever it is read')
+    gamma_init: float = key(0.0, 'T2MLR: start of gamma_cur and gamma_rec; at 0 the model starts as the plain transformer')
+    source_layer: int = key(3, 'LRT: layer whose output is the memory; -1 is the final layer')
+    memory_projection: str = key(
+        'shared', 'LRT: W_K, W_V for all layers, for each layer, or none', ('shared', 'layerwise', 'none')
+    )
+    residual_injection: bool = key(True, 'LRT: add gamma_l m to the input of every layer')
+    identity_init: bool = key(False, 'LRT: start as the model without memory (gamma, W_K, W_V at 0), for retrofits')
+    reset_token: int = key(-1, 'token that opens a document: there the memory read is 0; -1 for none')
+    document_attention: bool = key(False, 'cut attention at reset_token too')
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_dim(self):
+        return (self.n_kv_head or self.n_head) * self.head_dim
+
+    @property
+    def mlp_dim(self):
+        default = 4 * self.n_embd if self.family == 'nanochat' else 64 * math.ceil(8 * self.n_embd / 3 / 64)
+        return self.n_hidden or default
+
+    @property
+    def span(self):
+        """Layers of the span as a range: those a pass recomputes."""
+        return {
+            'none': range(self.n_layer, self.n_layer),
+            't2mlr': range(self.l_start, self.l_end + 1),
+            'lrt': range(self.n_layer),
+        }[self.recurrence]
+
+    def check(self):
+        """Raises ConfigError, one sentence, for what cannot be built."""
+        for name in ('block_size', 'n_layer', 'n_head', 'n_embd'):
+            if getattr(self, name) < 1:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
+        for name in ('vocab_size', 'n_kv_head', 'n_hidden'):
+            if getattr(self, name) < 0:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least 0.')
+        if self.rope_base <= 0 or self.norm_eps <= 0:
+            raise ConfigError(f'rope_base={self.rope_base} and norm_eps={self.norm_eps} must both be above 0.')
+        if self.n_embd % self.n_head:
+            nearest = max(1, round(self.n_embd / self.n_head)) * self.n_head
+            raise ConfigError(f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}; the nearest width is {nearest}.')
+        if self.n_kv_head and self.n_head % self.n_kv_head:
+            divisors = [i for i in range(1, self.n_head + 1) if self.n_head % i == 0]
+            raise ConfigError(f'n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}; choose from {divisors}.')
+        if self.positional == 'rope' and self.head_dim % 2:
+            raise ConfigError(
+                f'n_embd={self.n_embd} over n_head={self.n_head} gives heads of {self.head_dim} channels, an odd number that '
+                f'rotary positions cannot pair; take n_embd={(self.head_dim + 1) * self.n_head} or positional=none.'
+            )
+        if self.recurrence == 't2mlr':
+            for name in ('l_start', 'l_end'):
+                if not 0 <= getattr(self, name) < self.n_layer:
+                    raise ConfigError(
+                        f'{name}={getattr(self, name)} is no layer of n_layer={self.n_layer}; '
+                        f'the nearest is {min(max(getattr(self, name), 0), self.n_layer - 1)}.'
+                    )
+            if self.l_start > self.l_end:
+                raise ConfigError(f'l_start={self.l_start} is above l_end={self.l_end}; take l_start={self.l_end} or less.')
+        if self.recurrence == 'lrt':
+            if not -1 <= self.source_layer < self.n_layer:
+                raise ConfigError(
+                    f'source_layer={self.source_layer} is no layer of n_layer={self.n_layer}; '
+                    f'the nearest is {min(max(self.source_layer, -1), self.n_layer - 1)} (-1 is the final layer).'
+                )
+            if self.memory_projection == 'none' and not self.residual_injection:
+                raise ConfigError(
+                    'memory_projection=none with residual_injection=False leaves LRT no way to read its memory; '
+                    'switch one on or take recurrence=none.'
+                )
+        if self.architecture == 'lstm' and (self.recurrence != 'none' or self.reset_token >= 0):
+            raise ConfigError(
+                f'architecture=lstm has its own memory and takes recurrence=none and reset_token=-1, '
+                f'not recurrence={self.recurrence}, reset_token={self.reset_token}.'
+            )
+        if self.reset_token < -1 or (self.vocab_size and self.reset_token >= self.vocab_size):
+            raise ConfigError(
+                f'reset_token={self.reset_token} is outside the vocabulary of {self.vocab_size} tokens; -1 is none.'
+            )
+        if self.document_attention and self.reset_token < 0:
+            raise ConfigError('document_attention=True needs reset_token, the token that opens a document.')
+
+
+@dataclass
+class Schedule:
+    """How training runs a recurrence: which positions each pass over the span recomputes (DESIGN of both papers)."""
+
+    schedule: str = key(
+        'parallel',
+        'passes over the span: one without memory; fixed-point; strided subsets; chunks; one position at a time',
+        ('parallel', 'jacobi', 'interleaved', 'chunked', 'sequential'),
+    )
+    d_forward: int = key(16, 'jacobi: passes over all positions after the initial one')
+    d_backward: int = key(4, 'jacobi: how many of the d_forward + 1 passes, from the last, carry gradient')
+    n_subsets: int = key(2, 'interleaved: S, pass i recomputes the positions p with p mod S = i')
+    chunk_size: int = key(64, 'chunked: positions in a chunk')
+    pass_weights: tuple = key((), 'LRT: weight of the loss of each scored pass, the initial one first; empty means equal')
+
+    def check(self):
+        """Raises ConfigError, one sentence, for a schedule that cannot run."""
+        for name, low in (('d_forward', 0), ('d_backward', 1), ('n_subsets', 1), ('chunk_size', 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low}.')
+        if self.schedule == 'jacobi' and self.d_backward > self.d_forward + 1:
+            raise ConfigError(
+                f'd_backward={self.d_backward} is more than the d_forward + 1 = {self.d_forward + 1} passes there are; '
+                f'take d_backward={self.d_forward + 1} or less.'
+            )
+        if self.pass_weights:
+            scored = {'interleaved': self.n_subsets + 1, 'jacobi': self.d_backward}.get(self.schedule, 1)
+            if len(self.pass_weights) != scored or min(self.pass_weights) < 0 or sum(self.pass_weights) <= 0:
+                raise ConfigError(
+                    f'pass_weights={self.pass_weights} must be {scored} numbers, one for each scored pass of '
+                    f'schedule={self.schedule}, none negative and not all 0.'
+                )
+
+    @property
+    def initial(self):
+        """Whether the first pass runs over all positions without memory."""
+        return self.schedule in ('parallel', 'jacobi', 'interleaved')
+
+    def passes(self, T):
+        """The positions of each pass over a sequence of T, as ranges, the initial pass included."""
+        if self.schedule == 'sequential':
+            return [range(t, t + 1) for t in range(T)]
+        if self.schedule == 'chunked':
+            return [range(t, min(t + self.chunk_size, T)) for t in range(0, T, self.chunk_size)]
+        if self.schedule == 'jacobi':
+            return [range(T)] * (self.d_forward + 1)
+        subsets = [range(i, T, self.n_subsets) for i in range(min(self.n_subsets, T))] if self.schedule == 'interleaved' else []
+        return [range(T), *subsets]
+
+    def first_graded(self, T):
+        """Number of the first pass that carries gradient (T2MLR's truncated backpropagation)."""
+        return self.d_forward + 1 - self.d_backward if self.schedule == 'jacobi' else 0
+
+
+PARALLEL, SEQUENTIAL = Schedule(), Schedule(schedule='sequential')
+
+
+@dataclass
+class State:
+    """What decoding keeps between tokens. Rows of a batch end at the same slot; a shorter one starts later."""
+
+    kv: list  # per layer, keys and values: two (B, G, block_size, d)
+    memory: torch.Tensor  # (B, 1, D): the memory that the next token reads; the LSTM keeps (h, c)
+    position: torch.Tensor  # (1,): the slot of the next token
+    start: torch.Tensor  # (B,): the slot of each row's first token; slots before it are padding
+    first: torch.Tensor  # (B,): the first slot that attention may still see
+
+
+class Site(NamedTuple):
+    """The positions that a pass works at: what every layer there needs besides the stream. None: not needed."""
+
+    index: torch.Tensor | None  # (n,): slots in the buffers of keys and values; None: all positions, nothing buffered
+    x0: torch.Tensor  # (B, n, D): the normed embedding
+    values: list  # per layer: value embeddings (B, n, G d) or None
+    cos: torch.Tensor | None  # (n, 1, d/2) or (B, n, 1, d/2)
+    sin: torch.Tensor | None
+    mask: torch.Tensor | None  # (n, slots) or (B, 1, n, slots): True where a query sees a key; None: causal
+    recurs: torch.Tensor | None  # (B, n, 1): recur_mask
+    keep: torch.Tensor | None  # (B, n, 1): recur_mask and no document start: the memory is read as it is
+
+    def at(self, positions):
+        """This site cut down to `positions` (n,), which index its tokens."""
+        if self.mask is not None:
+            mask = self.mask[..., positions, :]
+        else:
+            mask = positions[:, None] >= torch.arange(self.x0.size(1), device=positions.device)
+        return Site(
+            positions if self.index is None else self.index[positions],
+            self.x0[:, positions],
+            [None if v is None else v[:, positions] for v in self.values],
+            None if self.cos is None else self.cos[..., positions, :, :],
+            None if self.sin is None else self.sin[..., positions, :, :],
+            mask,
+            None if self.recurs is None else self.recurs[:, positions],
+            None if self.keep is None else self.keep[:, positions],
+        )
+
+
+def write(buffer, dim, index, new):
+    """`buffer` with `new` at `index` along `dim`: in place when nothing is to be differentiated, otherwise a copy, because
+    the backward of earlier passes still needs what they read."""
+    if torch.is_grad_enabled():
+        return buffer.index_copy(dim, index, new)
+    return buffer.index_copy_(dim, index, new)
+
+
+def merge(newest, T):
+    """The newest output of every position, (B, T, D), from (positions, output) of successive passes; later ones win."""
+    if len(newest) == 1:
+        return newest[0][1]
+    row, total = [0] * T, 0
+    for positions, _ in newest:
+        for i, p in enumerate(positions):
+            row[p] = total + i
+        total += len(positions)
+    y = torch.cat([out for _, out in newest], 1)
+    return y if row == list(range(total)) else y[:, torch.tensor(row, device=y.device)]
+
+
+def rms_norm(config, width):
+    """RMSNorm with weight and eps (llama) or without either (nanochat)."""
+    if config.family == 'llama':
+        return nn.RMSNorm(width, eps=config.norm_eps)
+    return nn.RMSNorm(width, elementwise_affine=False)
+
+
+def rotate(x, cos, sin):
+    """Rotary positions on x (..., d): channel i pairs with channel i + d/2."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention whose keys and values may mix in the memory (LRT) and value embeddings."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.head_dim = config.head_dim
+        D, kv = config.n_embd, config.kv_dim
+        heads = kv // config.head_dim
+        self.gqa = kv != D
+        self.q = nn.Linear(D, D, bias=False)
+        self.k = nn.Linear(D, kv, bias=False)
+        self.v = nn.Linear(D, kv, bias=False)
+        self.o = nn.Linear(D, D, bias=False)
+        reads = config.recurrence == 'lrt' and config.memory_projection != 'none'
+        self.gate_memory = nn.Linear(D, 2 * heads, bias=False) if reads else None  # gate_loc, then gate_rec
+        embeds = has_value_embedding(config, layer)
+        self.gate_ve = nn.Linear(D, heads, bias=False) if embeds else None
+        qk_norm = config.family == 'nanochat'
+        self.qk_norm = nn.RMSNorm(config.head_dim, elementwise_affine=False) if qk_norm else nn.Identity()
+
+    def forward(self, x, memory, value, cos, sin, index, mask, buffers):
+        """x (B, n, D) -> (B, n, D) and this layer's keys and values, two (B, G, slots, d).
+
+        memory: (W_K m, W_V m), two (B, n, G d), or None. value (B, n, G d): value embeddings or None.
+        index (n,): slots of x in `buffers`, which hold the newest keys and values of all slots; None: x is all there is.
+        """
+        B, n, _ = x.shape
+        heads = (B, n, -1, self.head_dim)
+        q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
+        if self.gate_memory is not None:
+            gate_loc, gate_rec = (2 * self.gate_memory(x).sigmoid()).unsqueeze(-1).chunk(2, 2)
+            k, v = gate_loc * k, gate_loc * v
+            if memory is not None:
+                k, v = k + gate_rec * memory[0].view(heads), v + gate_rec * memory[1].view(heads)
+        if self.gate_ve is not None:
+            v = v + 2 * self.gate_ve(x).sigmoid().unsqueeze(-1) * value.view(heads)
+        if cos is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = self.qk_norm(q).transpose(1, 2), self.qk_norm(k).transpose(1, 2), v.transpose(1, 2)
+        if index is not None:
+            k, v = write(buffers[0], 2, index, k), write(buffers[1], 2, index, v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.gqa)
+        return self.o(y.transpose(1, 2).reshape(B, n, -1)), (k, v)
+
+
+class ReLU2(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, config.mlp_dim, bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)).square())
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate = nn.Linear(config.n_embd, config.mlp_dim, bias=False)
+        self.up = nn.Linear(config.n_embd, config.mlp_dim, bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer: the mix of streams at its input, attention, MLP. All that depends on the config is decided here, once."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        nanochat = config.family == 'nanochat'
+        injects = config.recurrence == 'lrt' and config.residual_injection
+        self.alpha = nn.Parameter(torch.empty(())) if nanochat else None
+        self.beta = nn.Parameter(torch.empty(())) if nanochat else None
+        self.gamma = nn.Parameter(torch.empty(())) if injects else None
+        self.norm_attention = rms_norm(config, config.n_embd)
+        self.attention = Attention(config, layer)
+        self.norm_mlp = rms_norm(config, config.n_embd)
+        self.mlp = ReLU2(config) if nanochat else SwiGLU(config)
+
+    def forward(self, x, x0, m, memory, value, cos, sin, index, mask, buffers):
+        """x, x0, m (B, n, D) -> this layer's output (B, n, D) and its keys and values; m is None when nothing is read."""
+        if self.alpha is not None:
+            x = self.alpha * x + self.beta * x0
+        if self.gamma is not None and m is not None:
+            x = x + self.gamma * m
+        y, kv = self.attention(self.norm_attention(x), memory, value, cos, sin, index, mask, buffers)
+        x = x + y
+        return x + self.mlp(self.norm_mlp(x)), kv
+
+
+class TemporalFusion(nn.Module):
+    """T2MLR's Phi: the memory R of token t-1 enters the stream h of token t through per-channel gates.
+
+    Phi(h, R) = h + tanh(gamma_cur) sigmoid(f_cur([h, R])) h + tanh(gamma_rec) sigmoid(f_rec([h, R])) (W_rec R)
+    The half of f_cur and f_rec that acts on h is the same in every pass, so it is computed once, by `local`.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        D = config.n_embd
+        self.gamma_cur = nn.Parameter(torch.empty(()))
+        self.gamma_rec = nn.Parameter(torch.empty(()))
+        self.f_cur = nn.Linear(2 * D, D)
+        self.f_rec = nn.Linear(2 * D, D)
+        self.w_rec = nn.Linear(D, D, bias=False)
+
+    def local(self, h):
+        """h (B, T, D) -> what h contributes to the two gates, (B, T, 2 D)."""
+        D = h.size(-1)
+        return torch.cat([F.linear(h, f.weight[:, :D], f.bias) for f in (self.f_cur, self.f_rec)], -1)
+
+    def forward(self, h, local, R, recurs):
+        """h, R (B, n, D), local (B, n, 2 D) -> (B, n, D). Where `recurs` (B, n, 1) is False, h comes back as it is."""
+        D = h.size(-1)
+        cur, rec = local.chunk(2, -1)
+        cur = torch.sigmoid(cur + F.linear(R, self.f_cur.weight[:, D:]))
+        rec = torch.sigmoid(rec + F.linear(R, self.f_rec.weight[:, D:]))
+        x = h + self.gamma_cur.tanh() * cur * h + self.gamma_rec.tanh() * rec * self.w_rec(R)
+        return x if recurs is None else torch.where(recurs, x, h)
+
+
+class LatentMemory(nn.Module):
+    """LRT's projections of the memory into the keys and values of every layer, one pair shared or one pair a layer."""
+
+    def __init__(self, config):
+        super().__init__()
+        pairs = {'shared': 1, 'layerwise': config.n_layer, 'none': 0}[config.memory_projection]
+        self.w_k = nn.ModuleList(nn.Linear(config.n_embd, config.kv_dim, bias=False) for _ in range(pairs))
+        self.w_v = nn.ModuleList(nn.Linear(config.n_embd, config.kv_dim, bias=False) for _ in range(pairs))
+        self.shared = config.memory_projection == 'shared'
+
+    def forward(self, m):
+        """m (B, n, D) -> an iterator over the layers of (W_K m, W_V m), two (B, n, G d); of None where nothing is read."""
+        if m is None or not self.w_k:
+            return repeat(None)
+        pairs = ((w_k(m), w_v(m)) for w_k, w_v in zip(self.w_k, self.w_v, strict=True))
+        return repeat(next(pairs)) if self.shared else pairs
+
+
+def has_value_embedding(config, layer):
+    """'alternate' means every second layer, the last one included."""
+    last = config.n_layer - 1
+    return config.value_embeddings == 'all' or (config.value_embeddings == 'alternate' and (last - layer) % 2 == 0)
+
+
+def count_scored(targets, passes):
+    """Scored positions (targets != -1) of each pass, (len(passes),); targets (B, T), passes as ranges."""
+    scored = (targets >= 0).sum(0)
+    return torch.stack([scored[p.start : p.stop : p.step].sum() for p in passes])
+
+
+def weighted_loss(sums, counts, weights):
+    """The mean over passes of each pass's own mean, weighted; passes with nothing to score are left out.
+
+    sums, counts, weights (passes,) -> the loss (a scalar, 0 when nothing at all is scored) and each pass's mean (passes,).
+    """
+    means = sums / counts.clamp(min=1)
+    weights = weights * (counts > 0)
+    return (weights * means).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny), means.detach()
+
+
+class GPT(nn.Module):
+    """Prelude (layers below the span), span (layers that read or write the memory), coda (layers above it)."""
+
+    def __init__(self, config):
+        """Weights are allocated on the current default device and initialised, unless that is 'meta'."""
+        super().__init__()
+        config.check()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.norm_embed = rms_norm(config, config.n_embd) if config.family == 'nanochat' else nn.Identity()
+        self.value_embeds = nn.ModuleDict(
+            {
+                str(layer): nn.Embedding(config.vocab_size, config.kv_dim)
+                for layer in range(config.n_layer)
+                if has_value_embedding(config, layer)
+            }
+        )
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.fusion = TemporalFusion(config) if config.recurrence == 't2mlr' else None
+        self.memory = LatentMemory(config) if config.recurrence == 'lrt' else None
+        self.norm = rms_norm(config, config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.family == 'llama':
+            self.head.weight = self.embed.weight
+        self.softcap = 15.0 if config.family == 'nanochat' else None
+        self.eps = config.norm_eps if config.family == 'llama' else None
+        self.source = config.l_end if config.recurrence == 't2mlr' else config.source_layer % config.n_layer
+        self.scores_every_pass = config.recurrence == 'lrt'
+        if self.embed.weight.device.type != 'meta':
+            self.init_weights()
+        self.build_rope()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Every tensor of the model, in the order of its definition."""
+        c, D = self.config, self.config.n_embd
+        nanochat = c.family == 'nanochat'
+        uniform, normal = math.sqrt(3 / D), 0.02
+        matrix = (lambda w: w.uniform_(-uniform, uniform)) if nanochat else (lambda w: w.normal_(0, normal))
+        output = (lambda w: w.zero_()) if nanochat else (lambda w: w.normal_(0, normal / math.sqrt(2 * c.n_layer)))
+        self.embed.weight.normal_(0, 1.0 if nanochat else normal)
+        for table in self.value_embeds.values():
+            matrix(table.weight)
+        for block in self.blocks:
+            if nanochat:
+                block.alpha.fill_(1.0)
+                block.beta.fill_(0.1)
+            if block.gamma is not None:
+                block.gamma.fill_(0.0 if c.identity_init else 0.1)
+            for linear in (block.attention.q, block.attention.k, block.attention.v):
+                matrix(linear.weight)
+            output(block.attention.o.weight)
+            for gate in (block.attention.gate_memory, block.attention.gate_ve):
+                if gate is not None:
+                    gate.weight.zero_()
+            for name, linear in block.mlp.named_children():
+                (output if name == 'down' else matrix)(linear.weight)
+        if self.fusion is not None:
+            self.fusion.gamma_cur.fill_(c.gamma_init)
+            self.fusion.gamma_rec.fill_(c.gamma_init)
+            for f in (self.fusion.f_cur, self.fusion.f_rec):
+                matrix(f.weight)
+                f.bias.zero_()
+            nn.init.eye_(self.fusion.w_rec.weight)
+        if self.memory is not None:
+            for linear in (*self.memory.w_k, *self.memory.w_v):
+                linear.weight.zero_() if c.identity_init else matrix(linear.weight)
+        if nanochat:
+            self.head.weight.normal_(0, 0.001)
+        for norm in (m for m in self.modules() if isinstance(m, nn.RMSNorm) and m.weight is not None):
+            norm.weight.fill_(1.0)
+
+    def build_rope(self):
+        """Tables (block_size, d/2), from angles in float64, kept in float32 (float64 in a float64 model), never less."""
+        if self.config.positional == 'none':
+            self.cos = self.sin = None
+            return
+        weight, d = self.embed.weight, self.config.head_dim
+        frequency = self.config.rope_base ** (-torch.arange(0, d, 2, dtype=torch.float64, device='cpu') / d)
+        angle = torch.arange(self.config.block_size, dtype=torch.float64, device='cpu')[:, None] * frequency
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.cos, self.sin = (table.to(dtype).to(weight.device) for table in (angle.cos(), angle.sin()))
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)  # .to(), .double(), .cuda(): the tables are no parameters and follow by being rebuilt
+        self.build_rope()
+        return self
+
+    def compile(self):
+        """Compiles the repeated block and the fusion, once each; parameter names stay as they are."""
+        for module in (*self.blocks, *([self.fusion] if self.fusion is not None else [])):
+            module.compile(dynamic=False)
+
+    def new_kv(self, B, slots):
+        """Empty buffers: per layer, two (B, G, slots, d) in the type that keys and values have here."""
+        weight, c = self.embed.weight, self.config
+        device = weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        shape = (B, c.kv_dim // c.head_dim, slots, c.head_dim)
+        return [tuple(torch.zeros(shape, dtype=dtype, device=weight.device) for _ in 'kv') for _ in self.blocks]
+
+    def new_state(self, B, start=None):
+        """The state before the first token, for B rows. start (B,): slots of padding before each row's first token."""
+        weight = self.embed.weight
+        start = torch.zeros(B, dtype=torch.long, device=weight.device) if start is None else start.to(weight.device)
+        return State(
+            self.new_kv(B, self.config.block_size),
+            torch.zeros(B, 1, self.config.n_embd, dtype=weight.dtype, device=weight.device),
+            torch.zeros(1, dtype=torch.long, device=weight.device),
+            start,
+            start.clone(),
+        )
+
+    def site(self, tokens, recur_mask, state):
+        """All positions of `tokens` (B, T), behind what `state` holds; and the first slot each sees, (B, T) or None."""
+        c = self.config
+        T = tokens.size(1)
+        slots = position = torch.arange(T, device=tokens.device)
+        keep = recurs = None if recur_mask is None else recur_mask.unsqueeze(-1)
+        first = mask = None
+        opens = tokens == c.reset_token if c.reset_token >= 0 else None
+        if opens is not None:
+            keep = ~opens.unsqueeze(-1) if keep is None else keep & ~opens.unsqueeze(-1)
+        if state is not None:
+            slots = state.position + slots
+            position = (slots - state.start[:, None]).clamp(min=0)
+            begun = (slots > state.start[:, None]).unsqueeze(-1)
+            keep = begun if keep is None else keep & begun
+            first = state.first[:, None].expand(-1, T)
+        if c.document_attention:
+            first = torch.where(opens, slots, torch.zeros_like(tokens) if first is None else first).cummax(1).values
+        if first is not None:
+            keys = torch.arange(T if state is None else c.block_size, device=tokens.device)
+            oldest = torch.minimum(first, slots).unsqueeze(-1)  # a padding slot sees itself: no query is without a key
+            mask = ((keys >= oldest) & (keys <= slots[:, None])).unsqueeze(1)
+        x0 = self.norm_embed(self.embed(tokens))
+        values = [self.value_embeds[str(i)](tokens) if str(i) in self.value_embeds else None for i in range(c.n_layer)]
+        cos, sin = (None if t is None else t[position].unsqueeze(-2) for t in (self.cos, self.sin))
+        return Site(None if state is None else slots, x0, values, cos, sin, mask, recurs, keep), first
+
+    def run(self, layers, x, site, kv, m=None):
+        """`layers` (a range) at `site`: x (B, n, D) -> output (B, n, D), output of the source layer or None.
+
+        m (B, n, D): memory for the LRT pathways. kv: newest keys and values of every layer, replaced in the list.
+        """
+        source = None
+        projections = self.memory(m) if self.memory is not None else repeat(None)
+        for layer, memory in zip(layers, projections, strict=False):
+            buffers = None if site.index is None else kv[layer]
+            x, kv[layer] = self.blocks[layer](
+                x, site.x0, m, memory, site.values[layer], site.cos, site.sin, site.index, site.mask, buffers
+            )
+            if layer == self.source:
+                source = x
+        return x, source
+
+    def span(self, h, local, site, kv, m):
+        """One pass over the span at `site`: h (B, n, D) from the prelude, m (B, n, D) the memory of the tokens before.
+
+        m is None in the initial pass, which reads no memory. Returns the span's output and the memory written, (B, n, D).
+        """
+        if m is not None and site.keep is not None:
+            m = torch.where(site.keep, m, 0.0)
+        if self.fusion is None:
+            y, source = self.run(self.config.span, h, site, kv, m)
+        else:
+            if m is not None:
+                m = m.detach() if self.config.detach_memory else m
+                h = self.fusion(h, local, m, site.recurs)
+            y, source = self.run(self.config.span, h, site, kv)
+            if m is not None and self.config.cache_residual != 'off':
+                source = source + (m.detach() if self.config.cache_residual == 'detached' else m)
+        return y, F.rms_norm(source, (source.size(-1),), eps=self.eps)
+
+    def logits(self, y):
+        """y (B, n, D), the top of the stack -> (B, n, vocab_size), in float32 or better."""
+        logits = self.head(self.norm(y))
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def scored_passes(self, schedule, T):
+        """The positions of each pass whose output is scored: all with gradient (LRT), or the merged result (T2MLR, plain)."""
+        return schedule.passes(T)[schedule.first_graded(T) :] if self.scores_every_pass else [range(T)]
+
+    def forward(self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None):
+        """Runs `tokens` (B, T) under `schedule`, after what `state` holds if there is one (then without gradient).
+
+        Without targets: logits (B, T, vocab_size) of the newest output at every position.
+        With targets (B, T), -1 where nothing is scored: the loss, and the mean of each scored pass, (passes,). counts
+        (passes,): scored positions of each pass in the whole update, when this batch is only a part of it.
+        recur_mask (B, T), bool: where False a token reads no memory. Raises ValueError for T above block_size.
+        """
+        B, T = tokens.shape
+        c = self.config
+        if T > c.block_size:
+            raise ValueError(f'{T} tokens do not fit block_size={c.block_size}.')
+        grad = torch.is_grad_enabled() and state is None
+        with torch.set_grad_enabled(grad):
+            site, first = self.site(tokens, recur_mask, state)
+            kv = [None] * c.n_layer if state is None else state.kv
+            h, _ = self.run(range(c.span.start), site.x0, site, kv)
+            outputs, y = [], h
+            if c.recurrence != 'none':
+                outputs, y, memory = self.solve(h, site, schedule, kv, state)
+                if state is not None:
+                    state.memory = memory[:, -1:]
+            y, _ = self.run(range(c.span.stop, c.n_layer), y, site, kv)
+            if state is not None:
+                state.position = state.position + T
+                state.first = first[:, -1]
+            if targets is None:
+                return self.logits(y)
+            passes = self.scored_passes(schedule, T)
+            outputs = outputs if self.scores_every_pass else [y]
+            sums = []
+            for positions, y in zip(passes, outputs, strict=True):
+                target = targets[:, positions.start : positions.stop : positions.step]
+                sums.append(F.cross_entropy(self.logits(y).flatten(0, 1), target.flatten(), ignore_index=-1, reduction='sum'))
+            sums = torch.stack(sums)
+            counts = count_scored(targets, passes) if counts is None else counts
+            weights = schedule.pass_weights[: len(passes)] or (1.0,) * len(passes)
+            return weighted_loss(sums, counts, torch.tensor(weights, dtype=sums.dtype, device=sums.device))
+
+    def solve(self, h, site, schedule, kv, state):
+        """The passes of `schedule` over the span: h (B, T, D) -> outputs of the passes with gradient, the newest output of
+        every position (B, T, D), and the memory (B, T + 1, D), shifted: slot p is what position p reads."""
+        B, T, D = h.shape
+        local = self.fusion.local(h) if self.fusion is not None else None
+        before = h.new_zeros(B, 1, D) if state is None else state.memory
+        memory = None if schedule.initial else F.pad(before, (0, 0, 0, T))  # what is not yet written reads as 0
+        if memory is not None and state is None:
+            kv[:] = self.new_kv(B, T)
+        outputs, newest = [], []
+        for number, positions in enumerate(schedule.passes(T)):
+            graded = number >= schedule.first_graded(T)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and graded):
+                if len(positions) == T:
+                    y, written = self.span(h, local, site, kv, None if memory is None else memory[:, :-1])
+                    memory, newest = torch.cat((before, written), 1), [(positions, y)]
+                else:
+                    at = torch.arange(positions.start, positions.stop, positions.step, device=h.device)
+                    here = None if local is None else local[:, at]
+                    y, written = self.span(h[:, at], here, site.at(at), kv, memory[:, at])
+                    memory = write(memory, 1, at + 1, written)
+                    newest.append((positions, y))
+                if graded:
+                    outputs.append(y)
+        return outputs, merge(newest, T), memory
+
+
+class LSTM(nn.Module):
+    """The recurrent baseline with the interface of GPT: embedding, n_layer LSTM layers of width n_embd, head."""
+
+    scores_every_pass = False
+
+    def __init__(self, config):
+        super().__init__()
+        config.check()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.lstm = nn.LSTM(config.n_embd, config.n_embd, config.n_layer, batch_first=True)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def compile(self):
+        """Nothing to compile: the layers are one fused call already."""
+
+    def scored_passes(self, schedule, T):
+        return [range(T)]
+
+    def new_state(self, B, start=None):
+        weight = self.embed.weight
+        start = torch.zeros(B, dtype=torch.long, device=weight.device) if start is None else start.to(weight.device)
+        zero = torch.zeros(self.config.n_layer, B, self.config.n_embd, dtype=weight.dtype, device=weight.device)
+        return State([], (zero, zero), torch.zeros(1, dtype=torch.long, device=weight.device), start, start)
+
+    def forward(self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None):
+        """As GPT.forward; the schedule and recur_mask have no meaning here, since the layers recur by themselves."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and state is None):
+            if state is None:
+                y, _ = self.lstm(self.embed(tokens))
+            else:
+                steps = []
+                for t in range(tokens.size(1)):
+                    begun = (state.position + t > state.start)[:, None]  # padding before a row's first token leaves nothing
+                    hidden = tuple(torch.where(begun, s, 0.0) for s in state.memory)
+                    y, state.memory = self.lstm(self.embed(tokens[:, t : t + 1]), hidden)
+                    steps.append(y)
+                y = torch.cat(steps, 1)
+                state.position = state.position + tokens.size(1)
+            logits = self.head(y)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            if targets is None:
+                return logits
+            sums = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')[None]
+            counts = count_scored(targets, [range(tokens.size(1))]) if counts is None else counts
+            return weighted_loss(sums, counts, torch.ones_like(sums))
+
+
+def build(config):
+    """The model that a GPTConfig describes."""
+    return LSTM(config) if config.architecture == 'lstm' else GPT(config)
+
+
+def is_recurrence(name):
+    """Whether the parameter `name` exists only because of T2MLR or LRT: what a retrofit adds to its base model."""
+    return name.startswith(('fusion.', 'memory.')) or name.endswith(('.gamma', '.gate_memory.weight'))
+
+
+def count_parameters(model):
+    """Parameters by part; a tied head counts once, with the embedding."""
+    parts = dict.fromkeys(
+        ('embedding', 'value embeddings', 'attention', 'MLP', 'LSTM', 'norms, scalars', 'head', 'recurrence'), 0
+    )
+    prefixes = {'embed.': 'embedding', 'value_embeds.': 'value embeddings', 'lstm.': 'LSTM', 'head.': 'head'}
+    for name, p in model.named_parameters():
+        part = next((part for prefix, part in prefixes.items() if name.startswith(prefix)), 'norms, scalars')
+        part = 'attention' if '.attention.' in name else 'MLP' if '.mlp.' in name else part
+        parts['recurrence' if is_recurrence(name) else part] += p.numel()
+    return {part: n for part, n in parts.items() if n}
+
+
+def count_flops(model, schedule, T):
+    """Floating-point operations per token of sequences of T: 'forward' under the schedule, 'step' (forward and backward),
+    'decode' (one token at a full context); and 'plain_forward', 'plain_step', those of the same model without recurrence.
+
+    A multiply-add counts as 2; matrix products only; attention counts every key it is given, causal or not. A backward costs
+    twice its forward, in attention 2.5 times. Weights may be on the meta device.
+    """
+    c = model.config
+    D, V, L = c.n_embd, c.vocab_size, c.n_layer
+    head = 2 * D * V
+    if c.architecture == 'lstm':
+        forward = head + 2 * sum(p.numel() for n, p in model.named_parameters() if n.startswith('lstm.weight'))
+        return {'forward': forward, 'step': 3 * forward, 'decode': forward, 'plain_forward': forward, 'plain_step': 3 * forward}
+    weights = {name: p.numel() for name, p in model.blocks.named_parameters() if p.dim() == 2}
+    layer = 2 * sum(n for name, n in weights.items() if not is_recurrence(name)) / L  # value gates may differ by layer
+    gates = 2 * sum(n for name, n in weights.items() if is_recurrence(name)) / L
+    attention = 4 * T * D
+    span, outside = len(c.span), L - len(c.span)
+    local = 8 * D * D if model.fusion is not None else 0
+    reading = 6 * D * D if model.fusion is not None else 0
+    if model.memory is not None:
+        reading = 2 * sum(p.numel() for p in model.memory.parameters())
+    cost = {'forward': 0.0, 'step': 0.0}
+    for number, positions in enumerate(schedule.passes(T) if span else []):
+        reads = number > 0 or not schedule.initial
+        linear = span * (layer + gates) + reading * reads
+        graded = number >= schedule.first_graded(T)
+        cost['forward'] += len(positions) * (linear + span * attention)
+        cost['step'] += len(positions) * (linear * (3 if graded else 1) + span * attention * (3.5 if graded else 1))
+    scored = sum(len(p) for p in model.scored_passes(schedule, T))
+    linear = outside * layer + local
+    return {
+        'forward': (cost['forward'] + scored * head) / T + linear + outside * attention,
+        'step': (cost['step'] + scored * head * 3) / T + linear * 3 + outside * attention * 3.5,
+        'decode': L * (layer + gates + attention) + local + reading + head,
+        'plain_forward': L * (layer + attention) + head,
+        'plain_step': L * (layer * 3 + attention * 3.5) + head * 3,
+    }

@@ -1,0 +1,582 @@
+"""Trains a model: `python train.py config/x.py --key=value`, or the same behind `torchrun --nproc_per_node=N`.
+
+Reads a dataset made by prepare_data.py, writes out_dir/ckpt.pt (newest state) and out_dir/log.jsonl (a line an interval).
+Batches are a pure function of (seed, step, sample), so a resumed run and a run on more processes see the same data.
+Exit codes: 0 finished, 2 a mistake in the settings, 130 or 143 after SIGINT or SIGTERM, with the state saved.
+"""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from configurator import ConfigError, fail, key, parse
+from model import SEQUENTIAL, GPTConfig, Schedule, build, count_flops, count_parameters, is_recurrence
+
+
+@dataclass
+class TrainConfig(Schedule, GPTConfig):
+    """Every setting of a training run; those of the model and of the schedule are declared in model.py."""
+
+    data_dir: str = key('data/stdlib', 'dataset made by prepare_data.py')
+    out_dir: str = key('out/run', 'folder for ckpt.pt and log.jsonl')
+    init_from: str = key(
+        'scratch', 'scratch, resume (out_dir must hold a checkpoint), auto (either)', ('scratch', 'resume', 'auto')
+    )
+    max_steps: int = key(2000, 'updates')
+    batch_size: int = key(32, 'sequences per update, over all processes and micro-batches')
+    accumulation: int = key(1, 'micro-batches per update in each process')
+    optimizer: str = key('adamw', 'adamw, or muon for matrices and adamw for the rest', ('adamw', 'muon'))
+    learning_rate: float = key(1e-3, 'peak learning rate')
+    lr_schedule: str = key(
+        'cosine',
+        'after the warm-up: cosine, linear over the last warmdown_fraction, or constant',
+        ('cosine', 'linear', 'constant'),
+    )
+    warmup_steps: int = key(100, 'updates of linear warm-up; the first has learning_rate / warmup_steps')
+    decay_steps: int = key(0, 'update at which the decay ends; 0 means max_steps')
+    warmdown_fraction: float = key(0.4, 'lr_schedule=linear: share of the updates that decay')
+    final_lr_fraction: float = key(0.1, 'learning rate at the end, as a fraction of the peak')
+    weight_decay: float = key(0.1, 'decay of the matrices; embeddings, head, gates, biases and scalars have none')
+    beta1: float = key(0.9, 'AdamW: decay of the first moment')
+    beta2: float = key(0.95, 'AdamW: decay of the second moment')
+    grad_clip: float = key(1.0, 'largest norm of the gradient; 0 switches clipping off')
+    recurrence_lr_scale: float = key(1.0, 'multiplies the learning rate of the parameters that the recurrence adds')
+    freeze_base: bool = key(False, 'train only the parameters that the recurrence adds')
+    eval_interval: int = key(250, 'updates between evaluations and checkpoints')
+    eval_batches: int = key(8, 'validation batches under the training schedule, each of batch_size sequences')
+    eval_exact_batches: int = key(1, 'validation batches under the exact sequential recurrence; 0 skips it')
+    log_interval: int = key(10, 'updates between lines of log.jsonl')
+    seed: int = key(1337, 'seed of the weights and of the order of the data')
+    device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
+    dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', ('auto', 'float32', 'bfloat16', 'float64'))
+    compile: bool = key(False, 'compile the repeated block with torch.compile')
+    threads: int = key(0, 'CPU threads of each process; 0 leaves the default')
+    wandb: str = key('off', 'log to Weights & Biases too', ('off', 'online', 'offline'))
+    wandb_project: str = key('latent-memory', 'project there; the run is named after out_dir')
+    dry_run: bool = key(False, 'print parameters and operations, allocate nothing, and stop')
+    json: bool = key(False, 'with dry_run: also print one JSON object as the last line')
+
+    def check(self):
+        GPTConfig.check(self)
+        Schedule.check(self)
+        if self.recurrence == 'none' and self.schedule != 'parallel':
+            raise ConfigError(f'schedule={self.schedule} needs a recurrence; with recurrence=none take schedule=parallel.')
+        if self.pass_weights and self.recurrence != 'lrt':
+            raise ConfigError(
+                f'pass_weights={self.pass_weights} weighs the passes of LRT; recurrence={self.recurrence} is scored once.'
+            )
+        positive = ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval')
+        for names, low in ((positive, 1), (('warmup_steps', 'decay_steps', 'eval_exact_batches', 'threads', 'seed'), 0)):
+            for name in names:
+                if getattr(self, name) < low:
+                    raise ConfigError(f'{name}={getattr(self, name)} must be at least {low}.')
+        for name in ('learning_rate', 'weight_decay', 'grad_clip', 'recurrence_lr_scale', 'final_lr_fraction'):
+            if getattr(self, name) < 0:
+                raise ConfigError(f'{name}={getattr(self, name)} must not be negative.')
+        for name in ('beta1', 'beta2'):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least 0 and below 1.')
+        if not 0 <= self.warmdown_fraction <= 1:
+            raise ConfigError(f'warmdown_fraction={self.warmdown_fraction} must lie between 0 and 1.')
+        end = self.decay_steps or self.max_steps
+        if self.warmup_steps > end:
+            raise ConfigError(
+                f'warmup_steps={self.warmup_steps} is above the {end} updates of the schedule; take {end} or less.'
+            )
+        if self.freeze_base and self.recurrence == 'none':
+            raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
+        if self.device != 'auto' and self.device.split(':')[0] not in ('cpu', 'cuda', 'mps'):
+            raise ConfigError(f'device={self.device} is not known; choose from auto, cpu, cuda, mps.')
+        world = int(os.environ.get('WORLD_SIZE', 1))
+        parts = world * self.accumulation
+        if self.batch_size % parts:
+            below = self.batch_size // parts * parts
+            near = f'{below} or {below + parts}' if below else f'{parts}'
+            raise ConfigError(
+                f'batch_size={self.batch_size} does not divide over {world} processes x '
+                f'accumulation={self.accumulation}; take {near}.'
+            )
+
+
+class Dataset:
+    """A folder made by prepare_data.py. Batches are a pure function of (split, seed, step, sample)."""
+
+    def __init__(self, folder):
+        """Raises ConfigError when the folder holds no dataset."""
+        self.folder = folder
+        try:
+            with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f:
+                self.meta = json.load(f)
+        except FileNotFoundError:
+            raise ConfigError(
+                f'data_dir={folder} holds no dataset; make one with prepare_data.py (--list shows them).'
+            ) from None
+        except ValueError as e:
+            raise ConfigError(
+                f'{folder}/meta.json cannot be read ({e}); make the dataset again with prepare_data.py.'
+            ) from None
+        self.is_text = self.meta['kind'] == 'text'
+        self.splits = {}
+
+    def split(self, name):
+        """Text: the token stream, a memory map. Task: a dict of arrays."""
+        if name not in self.splits:
+            path = os.path.join(self.folder, name + ('.bin' if self.is_text else '.npz'))
+            try:
+                if self.is_text:
+                    self.splits[name] = np.memmap(path, dtype=self.meta['dtype'], mode='r')
+                else:
+                    with np.load(path) as arrays:
+                        self.splits[name] = dict(arrays)
+            except (OSError, ValueError) as e:
+                raise ConfigError(f'{path} cannot be read ({e}); make the dataset again with prepare_data.py.') from None
+        return self.splits[name]
+
+    def fit(self, config):
+        """Raises ConfigError when the model cannot take this dataset; returns the vocabulary size of the model."""
+        there = self.meta['vocab_size']
+        if config.vocab_size and config.vocab_size < there:
+            raise ConfigError(
+                f'vocab_size={config.vocab_size} is too small for {self.folder}, which has {there} tokens; take {there} or 0.'
+            )
+        for name in ('train', 'val'):
+            if self.is_text and len(self.split(name)) <= config.block_size:
+                raise ConfigError(
+                    f'{self.folder}/{name}.bin has {len(self.split(name))} tokens, too few for block_size={config.block_size}; '
+                    f'take a smaller block_size or more data.'
+                )
+            if not self.is_text and self.meta['longest'][name] > config.block_size:
+                longest = self.meta['longest'][name]
+                raise ConfigError(
+                    f'{self.folder} has examples of {longest} tokens, above block_size={config.block_size}; take {longest}.'
+                )
+        return config.vocab_size or there
+
+    def rows(self, name, seed, step, batch_size, T):
+        """Which samples make batch `step`: offsets into the stream (text) or numbers of examples (task), (batch_size,).
+
+        The training split is drawn with replacement; the others are walked through in order, evenly spread.
+        """
+        split = self.split(name)
+        choices = len(split) - T if self.is_text else len(split['tokens'])
+        if name == 'train':
+            return np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step])).integers(choices, size=batch_size)
+        number = np.arange(step * batch_size, (step + 1) * batch_size)
+        return number * T % choices if self.is_text else number % choices
+
+    def batch(self, name, rows, T, device='cpu'):
+        """tokens, targets (B, T) int64 and recur_mask (B, T) bool or None; targets are -1 where nothing is scored."""
+        split = self.split(name)
+        if self.is_text:
+            window = np.stack([split[r : r + T + 1] for r in rows]).astype(np.int64)
+            arrays = window[:, :-1], window[:, 1:]
+        else:
+            arrays = (
+                split['tokens'][rows].astype(np.int64),
+                split['targets'][rows].astype(np.int64),
+                split['recur_mask'][rows],
+            )
+        tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
+        if device != 'cpu' and str(device).startswith('cuda'):
+            tensors = [t.pin_memory().to(device, non_blocking=True) for t in tensors]
+        return *(t.to(device) for t in tensors), *([None] if self.is_text else [])
+
+    def length(self, name, block_size):
+        """Positions in a batch of this split."""
+        return block_size if self.is_text else self.split(name)['tokens'].shape[1]
+
+    def scored(self, name, rows, T):
+        """How many samples of a batch score each position, (T,)."""
+        if self.is_text:
+            return np.full(T, len(rows))
+        return (self.split(name)['targets'][rows] >= 0).sum(0)
+
+
+def learning_rate(config, step):
+    """Rate of update `step`, counted from 0: linear warm-up that ends at the peak, then the decay, then its last value."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    end = config.decay_steps or config.max_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.lr_schedule == 'constant':
+        return peak
+    start = warmup if config.lr_schedule == 'cosine' else max(warmup, round(end * (1 - config.warmdown_fraction)))
+    done = min(max((step + 1 - start) / (end - start), 0.0), 1.0) if end > start else float(step >= end)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if config.lr_schedule == 'cosine' else 1 - done
+    return peak * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)
+
+
+def is_matrix(name, parameter):
+    """Whether Muon and weight decay may act on a parameter: the matrices inside the layers, no table and no gate."""
+    return (
+        parameter.dim() == 2 and not name.startswith(('embed.', 'value_embeds.', 'head.', 'fusion.f_')) and '.gate_' not in name
+    )
+
+
+def make_optimizers(model, config, device):
+    """One optimiser or two; every trainable parameter is in exactly one group, whose 'scale' multiplies the rate."""
+    groups = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            groups.setdefault((is_matrix(name, p), is_recurrence(name)), []).append(p)
+
+    def made(which):
+        return [
+            {
+                'params': params,
+                'weight_decay': config.weight_decay if matrix else 0.0,
+                'scale': config.recurrence_lr_scale if added else 1.0,
+            }
+            for (matrix, added), params in groups.items()
+            if matrix in which
+        ]
+
+    betas, fused = (config.beta1, config.beta2), device in ('cuda', 'cpu')
+    muon = config.optimizer == 'muon'
+    adamw_groups = made((False,) if muon else (False, True))
+    optimizers = []
+    if adamw_groups:
+        optimizers.append(torch.optim.AdamW(adamw_groups, lr=config.learning_rate, betas=betas, fused=fused))
+    if muon and made((True,)):
+        optimizers.append(torch.optim.Muon(made((True,)), lr=config.learning_rate, adjust_lr_fn='match_rms_adamw'))
+    return optimizers
+
+
+def load_optimizer(optimizer, saved):
+    """Restores the moments; rate, decay and fusing stay those of the current config, not of the file."""
+    for old, new in zip(saved['param_groups'], optimizer.param_groups, strict=True):
+        old.update({k: v for k, v in new.items() if k != 'params'})
+    optimizer.load_state_dict(saved)
+
+
+def save_checkpoint(path, checkpoint):
+    """Writes beside, flushes, renames: whoever reads `path`, at any moment, finds a whole checkpoint."""
+    with open(path + '.tmp', 'wb') as f:
+        torch.save(checkpoint, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + '.tmp', path)
+
+
+def read_checkpoint(path, device='cpu'):
+    """The checkpoint at `path`; raises ConfigError when it is missing or damaged. Executes nothing that the file holds."""
+    if not os.path.isfile(path):
+        raise ConfigError(f'there is no checkpoint {path}; train.py writes one into its out_dir.')
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        return checkpoint | {'config': {f.name: checkpoint['config'][f.name] for f in fields(TrainConfig)}}
+    except Exception as e:
+        raise ConfigError(f'the checkpoint {path} cannot be read ({type(e).__name__}: {str(e).splitlines()[0]}).') from None
+
+
+def model_config(config):
+    """The part of a TrainConfig that fixes the shape and meaning of the weights."""
+    return {f.name: getattr(config, f.name) for f in fields(GPTConfig)}
+
+
+class Tracker:
+    """wandb, if asked for, on the first process only; whatever goes wrong there is one warning and no more."""
+
+    def __init__(self, config, active):
+        self.run = None
+        if config.wandb != 'off' and active:
+            try:
+                import wandb
+
+                self.run = wandb.init(
+                    project=config.wandb_project,
+                    name=config.out_dir.replace('/', '-'),
+                    config=asdict(config),
+                    mode=config.wandb,
+                    dir=config.out_dir,
+                    settings=wandb.Settings(init_timeout=30),
+                )
+            except Exception as e:
+                self.give_up(e)
+
+    def give_up(self, error):
+        self.run = None
+        print(f'warning: wandb is off from here on ({type(error).__name__}: {error}); log.jsonl is complete.', file=sys.stderr)
+
+    def log(self, values):
+        try:
+            if self.run:
+                self.run.log({k: v for k, v in values.items() if k != 'step'}, step=values['step'])
+        except Exception as e:
+            self.give_up(e)
+
+    def finish(self):
+        try:
+            if self.run:
+                self.run.finish()
+        except Exception as e:
+            self.give_up(e)
+
+
+@torch.no_grad()
+def evaluate(
+    model, data, config, schedule, batches, split='val', rank=0, world=1, device='cpu', autocast=contextlib.nullcontext
+):
+    """Loss (nats a scored position) of the newest output of every position under `schedule`; for tasks also the accuracy of
+    each score. All processes together see `batches` batches of the global batch size."""
+    T = data.length(split, config.block_size)
+    micro = config.batch_size // (world * config.accumulation)  # the shape that training runs, so nothing compiles again
+    names = ['loss', *data.meta.get('scores', {})]
+    totals = torch.zeros(len(names), 2, dtype=torch.float64, device='cpu')
+    for step in range(batches):
+        rows = data.rows(split, config.seed, step, config.batch_size, T)[rank * micro * config.accumulation :]
+        for i in range(config.accumulation):
+            x, y, mask = data.batch(split, rows[i * micro : (i + 1) * micro], T, device)
+            with autocast():
+                logits = model(x, schedule=schedule, recur_mask=mask)
+            nll = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1, reduction='sum')
+            hit = logits.argmax(-1) == y
+            found = [(nll, (y >= 0).sum())]
+            for low, high in data.meta.get('scores', {}).values():
+                kind = (y >= low) & (y < high)
+                found.append(((hit & kind).sum(), kind.sum()))
+            totals += torch.tensor([[float(a), float(b)] for a, b in found], dtype=torch.float64)
+    if world > 1:
+        totals = totals.to(device if str(device).startswith('cuda') else 'cpu')
+        dist.all_reduce(totals)
+    return {name: (a / b if b else float('nan')) for name, (a, b) in zip(names, totals.tolist(), strict=True)}
+
+
+def dry_run(config):
+    """Prints parameters by part, the recurrence's share and the operations per token, from weights that hold no memory."""
+    with torch.device('meta'):
+        model = build(config)
+    parts, flops = count_parameters(model), count_flops(model, config, config.block_size)
+    total, ratio = sum(parts.values()), flops['step'] / flops['plain_step']
+    share = parts.get('recurrence', 0) / total
+    for part, n in [*parts.items(), ('total', total)]:
+        print(f'{part:<18}{n:>16,}{n / total:>9.2%}')
+    print(f'\noperations per token, schedule={config.schedule}, {config.block_size} tokens    x plain transformer')
+    for name, label, plain in (
+        ('forward', 'forward', 'plain_forward'),
+        ('step', 'training step', 'plain_step'),
+        ('decode', 'decoded token', 'plain_forward'),
+    ):
+        print(f'{label:<18}{flops[name]:>16.4g}{flops[name] / flops[plain]:>9.2f}')
+    if config.json:
+        found = {'parameters': parts, 'total_parameters': total, 'recurrence_share': share}
+        found |= {f'{k}_flops_per_token': v for k, v in flops.items()} | {'step_flops_ratio': ratio}
+        print(json.dumps(found))
+
+
+def continue_log(path, step):
+    """Drops the lines of log.jsonl past update `step` (written after the checkpoint), and one cut short by a kill."""
+    kept = []
+    if os.path.exists(path):
+        with open(path, encoding='utf-8', errors='replace') as f:
+            for line in f:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    if json.loads(line)['step'] <= step:
+                        kept.append(line)
+    with open(path + '.tmp', 'w', encoding='utf-8') as f:
+        f.writelines(kept)
+    os.replace(path + '.tmp', path)
+
+
+def main(argv):
+    config = parse(TrainConfig, argv, 'python train.py [config/NAME.py] [--key=value ...], or behind torchrun')
+    try:
+        if config.dry_run:
+            if not config.vocab_size and os.path.exists(os.path.join(config.data_dir, 'meta.json')):
+                config.vocab_size = Dataset(config.data_dir).fit(config)
+            if not config.vocab_size:
+                raise ConfigError(
+                    f'vocab_size=0 takes the number from data_dir={config.data_dir}, which holds no dataset; give a number.'
+                )
+            return dry_run(config)
+        return train(config)
+    except ConfigError as e:
+        raise fail(e) from None
+
+
+def train(config):
+    """The whole run: set up, resume, loop, save. Raises ConfigError before anything is written when it cannot start."""
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    first = rank == 0
+    device = config.device
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    kind = device.split(':')[0]
+    if (kind == 'cuda' and not torch.cuda.is_available()) or (kind == 'mps' and not torch.backends.mps.is_available()):
+        raise ConfigError(f'device={config.device} is not available on this machine; take device=auto.')
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    data = Dataset(config.data_dir)
+    config.vocab_size = data.fit(config)
+    config.check()
+
+    path = os.path.join(config.out_dir, 'ckpt.pt')
+    saved = None
+    if os.path.exists(path) and config.init_from == 'scratch':
+        raise ConfigError(f'{path} exists; continue it with --init_from=resume, or choose another --out_dir.')
+    if config.init_from == 'resume' or (config.init_from == 'auto' and os.path.exists(path)):
+        saved = read_checkpoint(path)
+        for name, value in model_config(config).items():
+            if saved['config'][name] != value:
+                raise ConfigError(
+                    f'{path} was trained with {name}={saved["config"][name]}, not {name}={value}; change one of the two.'
+                )
+
+    if world > 1:
+        if kind == 'cuda':
+            device = f'cuda:{os.environ["LOCAL_RANK"]}'
+            torch.cuda.set_device(device)
+        dist.init_process_group('nccl' if kind == 'cuda' else 'gloo')
+    if first:
+        os.makedirs(config.out_dir, exist_ok=True)
+
+    torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision('high')
+    dtype = {'auto': 'bfloat16' if kind == 'cuda' else 'float32'}.get(config.dtype, config.dtype)
+    raw = build(config).to(device, torch.float64 if dtype == 'float64' else torch.float32)
+    if config.freeze_base:
+        for name, p in raw.named_parameters():
+            p.requires_grad_(is_recurrence(name))
+
+    def autocast():
+        return torch.autocast(kind, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
+
+    optimizers = make_optimizers(raw, config, kind)
+    start, best = 0, math.inf
+    if saved:
+        raw.load_state_dict(saved['model'])
+        for optimizer, state in zip(optimizers, saved['optimizers'], strict=True):
+            load_optimizer(optimizer, state)
+        torch.set_rng_state(saved['rng'])
+        start, best = saved['step'], saved['best_loss']
+        saved = None
+    if config.compile:
+        raw.compile()
+    T = data.length('train', config.block_size)
+    passes = raw.scored_passes(config, T)
+    model = raw
+    if world > 1:
+        # Only a schedule without a pass that reads the memory leaves parameters without gradient.
+        unused = config.recurrence != 'none' and config.initial and len(config.passes(T)) == 1
+        ids = [torch.device(device).index] if kind == 'cuda' else None
+        model = DistributedDataParallel(raw, device_ids=ids, find_unused_parameters=unused)
+
+    stop = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: stop.append(n))
+    log_path = os.path.join(config.out_dir, 'log.jsonl')
+    if first:
+        continue_log(log_path, start)
+        print(f'{sum(count_parameters(raw).values()):,} parameters, {kind}, {dtype}, from update {start}')
+    tracker = Tracker(config, first)
+
+    def log(values):
+        if first:
+            with open(log_path, 'a', encoding='utf-8') as f:
+                f.write(json.dumps(values) + '\n')
+            tracker.log(values)
+
+    def save(step):
+        if first:
+            save_checkpoint(
+                path,
+                {
+                    'model': raw.state_dict(),
+                    'optimizers': [o.state_dict() for o in optimizers],
+                    'config': asdict(config),
+                    'meta': data.meta,
+                    'step': step,
+                    'best_loss': best,
+                    'rng': torch.get_rng_state(),
+                },
+            )
+
+    micro = config.batch_size // (world * config.accumulation)
+    shared = dict(rank=rank, world=world, device=device, autocast=autocast)
+    bar = tqdm(total=config.max_steps, initial=start, disable=not first, unit='update', dynamic_ncols=True, mininterval=1)
+    since, counted = time.perf_counter(), start
+    for step in range(start, config.max_steps):
+        rate = learning_rate(config, step)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group['lr'] = rate * group['scale']
+        rows = data.rows('train', config.seed, step, config.batch_size, T)
+        scored = data.scored('train', rows, T)
+        counts = torch.tensor([scored[p.start : p.stop : p.step].sum() for p in passes], device=device)
+        mine = rows[rank * micro * config.accumulation :]
+        loss, means = 0.0, 0.0
+        for i in range(config.accumulation):
+            x, y, mask = data.batch('train', mine[i * micro : (i + 1) * micro], T, device)
+            last = i == config.accumulation - 1
+            with contextlib.nullcontext() if last or world == 1 else model.no_sync(), autocast():
+                part, part_means = model(x, y, config, mask, counts)
+                (part * world).backward()  # counts are those of the whole update; DDP averages what is to be summed
+            loss, means = loss + part.detach(), means + part_means
+        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip or math.inf)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        bar.update()
+
+        done = step + 1
+        final = done == config.max_steps
+        if done % config.log_interval == 0 or final:
+            values = torch.cat((loss[None], means))
+            interrupted = torch.tensor([float(len(stop) > 0)], device=device)
+            if world > 1:
+                dist.all_reduce(values)
+                dist.all_reduce(interrupted)
+            loss, *means = values.tolist()
+            tokens = (done - counted) * config.batch_size * T / (time.perf_counter() - since)
+            since, counted = time.perf_counter(), done
+            log(
+                {
+                    'step': done,
+                    'loss': loss,
+                    'passes': means,
+                    'grad_norm': norm.item(),
+                    'lr': rate,
+                    'tokens_per_s': round(tokens, 1),
+                }
+            )
+            bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
+        else:
+            interrupted = world == 1 and bool(stop)
+        if done % config.eval_interval == 0 or final or bool(interrupted):
+            save(done)
+        if bool(interrupted):
+            break
+        if done % config.eval_interval == 0 or final:
+            found = {'training schedule': evaluate(raw, data, config, config, config.eval_batches, **shared)}
+            if config.eval_exact_batches and config.recurrence != 'none':
+                found['exact'] = evaluate(raw, data, config, SEQUENTIAL, config.eval_exact_batches, **shared)
+            best = min(best, found['training schedule']['loss'])
+            log({'step': done, 'val': found['training schedule'], 'val_exact': found.get('exact')})
+            if first:
+                line = ' | '.join(f'{name}: ' + ', '.join(f'{k} {v:.4f}' for k, v in f.items()) for name, f in found.items())
+                bar.write(f'update {done:>6}  validation, {line}')
+            since, counted = time.perf_counter(), done
+    bar.close()
+    tracker.finish()
+    if world > 1:
+        dist.destroy_process_group()
+    if stop:
+        if first:
+            print(f'interrupted; {path} holds update {done}: continue with --init_from=resume', file=sys.stderr)
+        raise SystemExit(128 + stop[0])
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
