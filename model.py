@@ -168,20 +168,26 @@ class Schedule:
         """Whether the first pass runs over all positions without memory."""
         return self.schedule in ('parallel', 'jacobi', 'interleaved')
 
-    def passes(self, T):
-        """The positions of each pass over a sequence of T, as ranges, the initial pass included."""
+    def passes(self, T, reads_from=0):
+        """The positions of each pass over a sequence of T, as ranges, the initial pass included.
+
+        reads_from: no position before it reads memory. By the exact-prefix law pass k of `jacobi` finds the positions before
+        reads_from + k - 1 as they will stay; where no gradient flows, whole eighths of them are not computed again.
+        """
         if self.schedule == 'sequential':
             return [range(t, t + 1) for t in range(T)]
         if self.schedule == 'chunked':
             return [range(t, min(t + self.chunk_size, T)) for t in range(0, T, self.chunk_size)]
         if self.schedule == 'jacobi':
-            return [range(T)] * (self.d_forward + 1)
+            unit, free = max(1, T // 8), self.d_forward + 1 - self.d_backward
+            starts = [max(0, reads_from + k - 1) // unit * unit if k else 0 for k in range(free)]
+            return [range(start, T) for start in starts if start < T] + [range(T)] * self.d_backward
         subsets = [range(i, T, self.n_subsets) for i in range(min(self.n_subsets, T))] if self.schedule == 'interleaved' else []
         return [range(T), *subsets]
 
-    def first_graded(self, T):
-        """Number of the first pass that carries gradient (T2MLR's truncated backpropagation)."""
-        return self.d_forward + 1 - self.d_backward if self.schedule == 'jacobi' else 0
+    def n_graded(self, T):
+        """How many of the passes, from the last, carry gradient (T2MLR's truncated backpropagation)."""
+        return self.d_backward if self.schedule == 'jacobi' else len(self.passes(T))
 
 
 PARALLEL, SEQUENTIAL = Schedule(), Schedule(schedule='sequential')
@@ -204,7 +210,7 @@ class Site(NamedTuple):
     index: torch.Tensor | None  # (n,): slots in the buffers of keys and values; None: all positions, nothing buffered
     x0: torch.Tensor  # (B, n, D): the normed embedding
     values: list  # per layer: value embeddings (B, n, G d) or None
-    cos: torch.Tensor | None  # (n, 1, d/2) or (B, n, 1, d/2)
+    cos: torch.Tensor | None  # (n, 1, d) or (B, n, 1, d)
     sin: torch.Tensor | None
     mask: torch.Tensor | None  # (n, slots) or (B, 1, n, slots): True where a query sees a key; None: causal
     recurs: torch.Tensor | None  # (B, n, 1): recur_mask
@@ -257,9 +263,11 @@ def rms_norm(config, width):
 
 
 def rotate(x, cos, sin):
-    """Rotary positions on x (..., d): channel i pairs with channel i + d/2."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    """Rotary positions on x (..., d): (a, b) -> (a cos - b sin, b cos + a sin), where channel i pairs with i + d/2.
+
+    The tables hold (cos, cos) and (-sin, sin), so that whole rows are multiplied.
+    """
+    return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -498,7 +506,7 @@ class GPT(nn.Module):
             norm.weight.fill_(1.0)
 
     def build_rope(self):
-        """Tables (block_size, d/2), from angles in float64, kept in float32 (float64 in a float64 model), never less."""
+        """Tables (block_size, d), from angles in float64, kept in float32 (float64 in a float64 model), never less."""
         if self.config.positional == 'none':
             self.cos = self.sin = None
             return
@@ -506,7 +514,8 @@ class GPT(nn.Module):
         frequency = self.config.rope_base ** (-torch.arange(0, d, 2, dtype=torch.float64, device='cpu') / d)
         angle = torch.arange(self.config.block_size, dtype=torch.float64, device='cpu')[:, None] * frequency
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.cos, self.sin = (table.to(dtype).to(weight.device) for table in (angle.cos(), angle.sin()))
+        cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+        self.cos, self.sin = cos.to(dtype).to(weight.device), sin.to(dtype).to(weight.device)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)  # .to(), .double(), .cuda(): the tables are no parameters and follow by being rebuilt
@@ -607,7 +616,7 @@ class GPT(nn.Module):
 
     def scored_passes(self, schedule, T):
         """The positions of each pass whose output is scored: all with gradient (LRT), or the merged result (T2MLR, plain)."""
-        return schedule.passes(T)[schedule.first_graded(T) :] if self.scores_every_pass else [range(T)]
+        return schedule.passes(T)[-schedule.n_graded(T) :] if self.scores_every_pass else [range(T)]
 
     def forward(self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None):
         """Runs `tokens` (B, T) under `schedule`, after what `state` holds if there is one (then without gradient).
@@ -628,7 +637,10 @@ class GPT(nn.Module):
             h, _ = self.run(range(c.span.start), site.x0, site, kv)
             outputs, y = [], h
             if c.recurrence != 'none':
-                outputs, y, memory = self.solve(h, site, schedule, kv, state)
+                reads_from = 0
+                if recur_mask is not None and recur_mask.device.type == 'cpu':  # elsewhere the question would cost a wait
+                    reads_from = int(recur_mask.any(0).int().argmax())
+                outputs, y, memory = self.solve(h, site, schedule, reads_from, kv, state)
                 if state is not None:
                     state.memory = memory[:, -1:]
             y, _ = self.run(range(c.span.stop, c.n_layer), y, site, kv)
@@ -648,8 +660,8 @@ class GPT(nn.Module):
             weights = schedule.pass_weights[: len(passes)] or (1.0,) * len(passes)
             return weighted_loss(sums, counts, torch.tensor(weights, dtype=sums.dtype, device=sums.device))
 
-    def solve(self, h, site, schedule, kv, state):
-        """The passes of `schedule` over the span: h (B, T, D) -> outputs of the passes with gradient, the newest output of
+    def solve(self, h, site, schedule, reads_from, kv, state):
+        """The passes of a schedule over the span: h (B, T, D) -> outputs of the passes with gradient, the newest output of
         every position (B, T, D), and the memory (B, T + 1, D), shifted: slot p is what position p reads."""
         B, T, D = h.shape
         local = self.fusion.local(h) if self.fusion is not None else None
@@ -658,8 +670,9 @@ class GPT(nn.Module):
         if memory is not None and state is None:
             kv[:] = self.new_kv(B, T)
         outputs, newest = [], []
-        for number, positions in enumerate(schedule.passes(T)):
-            graded = number >= schedule.first_graded(T)
+        passes = schedule.passes(T, reads_from)
+        for number, positions in enumerate(passes):
+            graded = number >= len(passes) - schedule.n_graded(T)
             with torch.set_grad_enabled(torch.is_grad_enabled() and graded):
                 if len(positions) == T:
                     y, written = self.span(h, local, site, kv, None if memory is None else memory[:, :-1])
@@ -769,10 +782,11 @@ def count_flops(model, schedule, T):
     if model.memory is not None:
         reading = 2 * sum(p.numel() for p in model.memory.parameters())
     cost = {'forward': 0.0, 'step': 0.0}
-    for number, positions in enumerate(schedule.passes(T) if span else []):
+    passes = schedule.passes(T) if span else []
+    for number, positions in enumerate(passes):
         reads = number > 0 or not schedule.initial
         linear = span * (layer + gates) + reading * reads
-        graded = number >= schedule.first_graded(T)
+        graded = number >= len(passes) - schedule.n_graded(T)
         cost['forward'] += len(positions) * (linear + span * attention)
         cost['step'] += len(positions) * (linear * (3 if graded else 1) + span * attention * (3.5 if graded else 1))
     scored = sum(len(p) for p in model.scored_passes(schedule, T))

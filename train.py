@@ -97,8 +97,6 @@ class TrainConfig(Schedule, GPTConfig):
             )
         if self.freeze_base and self.recurrence == 'none':
             raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
-        if self.device != 'auto' and self.device.split(':')[0] not in ('cpu', 'cuda', 'mps'):
-            raise ConfigError(f'device={self.device} is not known; choose from auto, cpu, cuda, mps.')
         world = int(os.environ.get('WORLD_SIZE', 1))
         parts = world * self.accumulation
         if self.batch_size % parts:
@@ -204,6 +202,18 @@ class Dataset:
         return (self.split(name)['targets'][rows] >= 0).sum(0)
 
 
+def pick_device(name):
+    """The device that `name` means ('auto': the best there is); raises ConfigError for one that this machine lacks."""
+    there = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
+    if name == 'auto':
+        return next(kind for kind, available in there.items() if available)
+    if not there.get(name.split(':')[0], False):
+        raise ConfigError(
+            f'device={name} is not available here; choose from auto, {", ".join(k for k, v in there.items() if v)}.'
+        )
+    return name
+
+
 def learning_rate(config, step):
     """Rate of update `step`, counted from 0: linear warm-up that ends at the peak, then the decay, then its last value."""
     peak, warmup = config.learning_rate, config.warmup_steps
@@ -281,9 +291,9 @@ def read_checkpoint(path, device='cpu'):
         raise ConfigError(f'the checkpoint {path} cannot be read ({type(e).__name__}: {str(e).splitlines()[0]}).') from None
 
 
-def model_config(config):
-    """The part of a TrainConfig that fixes the shape and meaning of the weights."""
-    return {f.name: getattr(config, f.name) for f in fields(GPTConfig)}
+def fixed_on_resume(config):
+    """The settings that a checkpoint cannot change: what shapes the weights and the state of the optimisers."""
+    return {name: getattr(config, name) for name in (*(f.name for f in fields(GPTConfig)), 'optimizer', 'freeze_base', 'dtype')}
 
 
 class Tracker:
@@ -351,7 +361,7 @@ def evaluate(
     if world > 1:
         totals = totals.to(device if str(device).startswith('cuda') else 'cpu')
         dist.all_reduce(totals)
-    return {name: (a / b if b else float('nan')) for name, (a, b) in zip(names, totals.tolist(), strict=True)}
+    return {name: a / b for name, (a, b) in zip(names, totals.tolist(), strict=True) if b}
 
 
 def dry_run(config):
@@ -410,12 +420,8 @@ def train(config):
     """The whole run: set up, resume, loop, save. Raises ConfigError before anything is written when it cannot start."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     first = rank == 0
-    device = config.device
-    if device == 'auto':
-        device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    device = pick_device(config.device)
     kind = device.split(':')[0]
-    if (kind == 'cuda' and not torch.cuda.is_available()) or (kind == 'mps' and not torch.backends.mps.is_available()):
-        raise ConfigError(f'device={config.device} is not available on this machine; take device=auto.')
     if config.threads:
         torch.set_num_threads(config.threads)
     data = Dataset(config.data_dir)
@@ -428,7 +434,7 @@ def train(config):
         raise ConfigError(f'{path} exists; continue it with --init_from=resume, or choose another --out_dir.')
     if config.init_from == 'resume' or (config.init_from == 'auto' and os.path.exists(path)):
         saved = read_checkpoint(path)
-        for name, value in model_config(config).items():
+        for name, value in fixed_on_resume(config).items():
             if saved['config'][name] != value:
                 raise ConfigError(
                     f'{path} was trained with {name}={saved["config"][name]}, not {name}={value}; change one of the two.'
@@ -505,7 +511,7 @@ def train(config):
 
     micro = config.batch_size // (world * config.accumulation)
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
-    bar = tqdm(total=config.max_steps, initial=start, disable=not first, unit='update', dynamic_ncols=True, mininterval=1)
+    bar = tqdm(total=config.max_steps, initial=start, disable=not first or None, unit='update', mininterval=1)
     since, counted = time.perf_counter(), start
     for step in range(start, config.max_steps):
         rate = learning_rate(config, step)
@@ -562,7 +568,7 @@ def train(config):
             found = {'training schedule': evaluate(raw, data, config, config, config.eval_batches, **shared)}
             if config.eval_exact_batches and config.recurrence != 'none':
                 found['exact'] = evaluate(raw, data, config, SEQUENTIAL, config.eval_exact_batches, **shared)
-            best = min(best, found['training schedule']['loss'])
+            best = min(best, found['training schedule'].get('loss', math.inf))
             log({'step': done, 'val': found['training schedule'], 'val_exact': found.get('exact')})
             if first:
                 line = ' | '.join(f'{name}: ' + ', '.join(f'{k} {v:.4f}' for k, v in f.items()) for name, f in found.items())
