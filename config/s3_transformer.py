@@ -9,7 +9,7 @@ block_size = 64  # room for test examples twice as long as those trained
 
 max_steps = 750
 batch_size = 32
-optimizer = 'muon'  # all four models learn faster with it than with AdamW
+optimizer = 'muon'  # the transformers learn faster with it than with AdamW
 learning_rate = 2e-3
 lr_schedule = 'linear'
 warmup_steps = 50

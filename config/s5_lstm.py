@@ -5,3 +5,4 @@ from s5_transformer import *
 out_dir = 'out/s5_lstm'
 architecture = 'lstm'
 n_layer = 2
+optimizer = 'adamw'  # it learns the state faster than with muon
