@@ -27,7 +27,7 @@ def key(default, meaning, choices=()):
 
 
 def nearest(word, words):
-    """' (nearest: x)' when one of `words` resembles `word`, otherwise the list of them."""
+    """The end of a sentence that helps: the one of `words` that resembles `word`, or else all of them."""
     close = difflib.get_close_matches(str(word), [str(w) for w in words], n=1, cutoff=0.5)
     return f'did you mean {close[0]!r}?' if close else 'choose from: ' + ', '.join(str(w) for w in words) + '.'
 

@@ -127,7 +127,9 @@ class GPTConfig:
                 f'reset_token={self.reset_token} is outside the vocabulary of {self.vocab_size} tokens; -1 is none.'
             )
         if self.document_attention and self.reset_token < 0:
-            raise ConfigError('document_attention=True needs reset_token, the token that opens a document.')
+            raise ConfigError(
+                f'document_attention=True needs the token that opens a document, and reset_token={self.reset_token} is none.'
+            )
 
 
 @dataclass
@@ -156,7 +158,11 @@ class Schedule:
                 f'take d_backward={self.d_forward + 1} or less.'
             )
         if self.pass_weights:
-            scored = {'interleaved': self.n_subsets + 1, 'jacobi': self.d_backward}.get(self.schedule, 1)
+            scored = {'interleaved': self.n_subsets + 1, 'jacobi': self.d_backward}.get(self.schedule)
+            if scored is None:
+                raise ConfigError(
+                    f'pass_weights={self.pass_weights} fits no schedule={self.schedule}, which has no fixed number of passes.'
+                )
             if len(self.pass_weights) != scored or min(self.pass_weights) < 0 or sum(self.pass_weights) <= 0:
                 raise ConfigError(
                     f'pass_weights={self.pass_weights} must be {scored} numbers, one for each scored pass of '
@@ -210,7 +216,7 @@ class Site(NamedTuple):
     index: torch.Tensor | None  # (n,): slots in the buffers of keys and values; None: all positions, nothing buffered
     x0: torch.Tensor  # (B, n, D): the normed embedding
     values: list  # per layer: value embeddings (B, n, G d) or None
-    cos: torch.Tensor | None  # (n, 1, d) or (B, n, 1, d)
+    cos: torch.Tensor | None  # (n, 1, d): only differences of positions matter, so padding may shift them
     sin: torch.Tensor | None
     mask: torch.Tensor | None  # (n, slots) or (B, 1, n, slots): True where a query sees a key; None: causal
     recurs: torch.Tensor | None  # (B, n, 1): recur_mask
@@ -226,8 +232,8 @@ class Site(NamedTuple):
             positions if self.index is None else self.index[positions],
             self.x0[:, positions],
             [None if v is None else v[:, positions] for v in self.values],
-            None if self.cos is None else self.cos[..., positions, :, :],
-            None if self.sin is None else self.sin[..., positions, :, :],
+            None if self.cos is None else self.cos[positions],
+            None if self.sin is None else self.sin[positions],
             mask,
             None if self.recurs is None else self.recurs[:, positions],
             None if self.keep is None else self.keep[:, positions],
@@ -551,7 +557,7 @@ class GPT(nn.Module):
         """All positions of `tokens` (B, T), behind what `state` holds; and the first slot each sees, (B, T) or None."""
         c = self.config
         T = tokens.size(1)
-        slots = position = torch.arange(T, device=tokens.device)
+        slots = torch.arange(T, device=tokens.device)
         keep = recurs = None if recur_mask is None else recur_mask.unsqueeze(-1)
         first = mask = None
         opens = tokens == c.reset_token if c.reset_token >= 0 else None
@@ -559,7 +565,6 @@ class GPT(nn.Module):
             keep = ~opens.unsqueeze(-1) if keep is None else keep & ~opens.unsqueeze(-1)
         if state is not None:
             slots = state.position + slots
-            position = (slots - state.start[:, None]).clamp(min=0)
             begun = (slots > state.start[:, None]).unsqueeze(-1)
             keep = begun if keep is None else keep & begun
             first = state.first[:, None].expand(-1, T)
@@ -571,7 +576,7 @@ class GPT(nn.Module):
             mask = ((keys >= oldest) & (keys <= slots[:, None])).unsqueeze(1)
         x0 = self.norm_embed(self.embed(tokens))
         values = [self.value_embeds[str(i)](tokens) if str(i) in self.value_embeds else None for i in range(c.n_layer)]
-        cos, sin = (None if t is None else t[position].unsqueeze(-2) for t in (self.cos, self.sin))
+        cos, sin = (None if t is None else t[slots].unsqueeze(-2) for t in (self.cos, self.sin))
         return Site(None if state is None else slots, x0, values, cos, sin, mask, recurs, keep), first
 
     def run(self, layers, x, site, kv, m=None):
@@ -646,7 +651,7 @@ class GPT(nn.Module):
             y, _ = self.run(range(c.span.stop, c.n_layer), y, site, kv)
             if state is not None:
                 state.position = state.position + T
-                state.first = first[:, -1]
+                state.first = torch.maximum(first[:, -1], state.start)  # a document token in the padding opens nothing
             if targets is None:
                 return self.logits(y)
             passes = self.scored_passes(schedule, T)

@@ -485,7 +485,7 @@ def train(config):
     log_path = os.path.join(config.out_dir, 'log.jsonl')
     if first:
         continue_log(log_path, start)
-        print(f'{sum(count_parameters(raw).values()):,} parameters, {kind}, {dtype}, from update {start}')
+        print(f'{sum(count_parameters(raw).values()):,} parameters, {kind}, {dtype}, updates {start} to {config.max_steps}')
     tracker = Tracker(config, first)
 
     def log(values):
@@ -512,7 +512,7 @@ def train(config):
     micro = config.batch_size // (world * config.accumulation)
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
     bar = tqdm(total=config.max_steps, initial=start, disable=not first or None, unit='update', mininterval=1)
-    since, counted = time.perf_counter(), start
+    since, counted, done = time.perf_counter(), start, start
     for step in range(start, config.max_steps):
         rate = learning_rate(config, step)
         for optimizer in optimizers:

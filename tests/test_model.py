@@ -280,7 +280,7 @@ def oracle_loss(scored, targets, weights):
 @each_schedule
 @each_recurrence
 @each_family
-@seeds(2)
+@seeds(3)
 def test_model_equals_the_oracle(seed, family, recurrence, name):
     """Logits, loss, the loss of each pass and the gradient of every parameter, under every schedule."""
     seed = 1000 * seed + 100 * SCHEDULES.index(name) + 10 * RECURRENCES.index(recurrence) + FAMILIES.index(family)
@@ -688,15 +688,15 @@ def test_extreme_batches_stay_finite(family, recurrence, name, document_attentio
     """Nothing recurs, a document opens at the last position, a row of nothing but padding."""
     fixed = {'reset_token': RESET, 'document_attention': document_attention}
     model = draw_model(11, family=family, recurrence=recurrence, **fixed).float()
-    tokens, targets, _ = draw_batch(11, T=9, B=3)
+    tokens, targets, _ = draw_batch(11, T=6, B=3)
     tokens[0], tokens[1, -1], tokens[2] = RESET, RESET, 0
     targets[0] = -1
-    schedule = draw_schedule(11, 9, name)
-    for recur_mask in (None, torch.zeros(3, 9, dtype=torch.bool)):
+    schedule = draw_schedule(11, 6, name)
+    for recur_mask in (None, torch.zeros(3, 6, dtype=torch.bool)):
         loss, means = model(tokens, targets, schedule, recur_mask)
         assert loss.isfinite() and means.isfinite().all()
         assert all(g.isfinite().all() for g in gradients(model, loss).values())
-        state = model.new_state(3, torch.tensor([9, 8, 0]))
+        state = model.new_state(3, torch.tensor([6, 5, 0]))
         assert model(tokens, schedule=schedule, recur_mask=recur_mask, state=state).isfinite().all()
         assert state.memory.isfinite().all()
     with pytest.raises(ValueError, match=f'block_size={BLOCK}'):
@@ -853,7 +853,7 @@ def test_published_sizes():
 
 
 def test_a_compiled_model_equals_the_eager_one():
-    eager = draw_model(3, family='nanochat', recurrence='t2mlr', n_layer=1).float()
+    eager = draw_model(3, family='nanochat', recurrence='t2mlr', n_layer=1, value_embeddings='none', positional='rope').float()
     compiled = build(eager.config)
     keys = list(eager.state_dict())
     compiled.load_state_dict(eager.state_dict())
