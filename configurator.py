@@ -50,10 +50,11 @@ def typed(name, value, default):
             raise wrong
         if kind is float:
             return number
-        whole = int(value) if isinstance(value, int) or str(value).lstrip('+-').isdigit() else int(number)
-        if whole != number:
+        if isinstance(value, int) or str(value).strip().lstrip('+-').isdigit():
+            return int(value)  # exact above 2^53, where floats are not
+        if not number.is_integer():
             raise wrong
-        return whole
+        return int(number)
     except (ValueError, KeyError, TypeError, OverflowError):
         raise wrong from None
 
@@ -75,7 +76,8 @@ def read_file(path):
         with open(path, encoding='utf-8') as f:
             exec(compile(f.read(), path, 'exec'), names)
     except Exception as e:
-        raise ConfigError(f'the config file {path} could not be run: {type(e).__name__}: {e}') from e
+        said = ' '.join(str(e).split())
+        raise ConfigError(f'the config file {path} could not be run: {type(e).__name__}: {said}') from e
     finally:
         sys.path.pop(0)
     return {k: v for k, v in names.items() if not k.startswith('_') and not callable(v) and not isinstance(v, ModuleType)}

@@ -95,8 +95,15 @@ class TrainConfig(Schedule, GPTConfig):
             raise ConfigError(
                 f'warmup_steps={self.warmup_steps} is above the {end} updates of the schedule; take {end} or less.'
             )
+        if self.seed >= 2**63:
+            raise ConfigError(f'seed={self.seed} must be below 2^63.')
         if self.freeze_base and self.recurrence == 'none':
             raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
+        if self.freeze_base and self.initial and len(self.passes(2)) == 1:
+            raise ConfigError(
+                f'freeze_base=True leaves nothing to train where no pass reads the memory: schedule={self.schedule}, '
+                f'd_forward={self.d_forward}; take jacobi with d_forward of 1 or more, or another schedule.'
+            )
         world = int(os.environ.get('WORLD_SIZE', 1))
         parts = world * self.accumulation
         if self.batch_size % parts:
@@ -223,7 +230,7 @@ def learning_rate(config, step):
     if config.lr_schedule == 'constant':
         return peak
     start = warmup if config.lr_schedule == 'cosine' else max(warmup, round(end * (1 - config.warmdown_fraction)))
-    done = min(max((step + 1 - start) / (end - start), 0.0), 1.0) if end > start else float(step >= end)
+    done = min(max((step + 1 - start) / (end - start), 0.0), 1.0) if end > start else 0.0
     left = 0.5 * (1 + math.cos(math.pi * done)) if config.lr_schedule == 'cosine' else 1 - done
     return peak * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)
 
@@ -288,7 +295,7 @@ def read_checkpoint(path, device='cpu'):
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         return checkpoint | {'config': {f.name: checkpoint['config'][f.name] for f in fields(TrainConfig)}}
     except Exception as e:
-        raise ConfigError(f'the checkpoint {path} cannot be read ({type(e).__name__}: {str(e).splitlines()[0]}).') from None
+        raise ConfigError(f'the checkpoint {path} cannot be read ({type(e).__name__}: {" ".join(str(e).split())[:200]}).') from None
 
 
 def fixed_on_resume(config):
@@ -387,17 +394,23 @@ def dry_run(config):
 
 
 def continue_log(path, step):
-    """Drops the lines of log.jsonl past update `step` (written after the checkpoint), and one cut short by a kill."""
-    kept = []
+    """Drops the lines of log.jsonl past update `step` (written after the checkpoint), and one cut short by a kill.
+
+    Returns the lowest validation loss in what is left.
+    """
+    kept, best = [], math.inf
     if os.path.exists(path):
         with open(path, encoding='utf-8', errors='replace') as f:
             for line in f:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    if json.loads(line)['step'] <= step:
+                    values = json.loads(line)
+                    if values['step'] <= step:
                         kept.append(line)
+                        best = min(best, values.get('val', {}).get('loss', math.inf))
     with open(path + '.tmp', 'w', encoding='utf-8') as f:
         f.writelines(kept)
     os.replace(path + '.tmp', path)
+    return best
 
 
 def main(argv):
@@ -484,7 +497,7 @@ def train(config):
         signal.signal(number, lambda n, _: stop.append(n))
     log_path = os.path.join(config.out_dir, 'log.jsonl')
     if first:
-        continue_log(log_path, start)
+        best = min(best, continue_log(log_path, start))  # a checkpoint is written before the evaluation that belongs to it
         print(f'{sum(count_parameters(raw).values()):,} parameters, {kind}, {dtype}, updates {start} to {config.max_steps}')
     tracker = Tracker(config, first)
 
@@ -577,6 +590,7 @@ def train(config):
     bar.close()
     tracker.finish()
     if world > 1:
+        del model  # were its reducer the last to hold the process group, freeing it could wait for itself
         dist.destroy_process_group()
     if stop:
         if first:

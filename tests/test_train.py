@@ -1,0 +1,651 @@
+"""Laws of training: resumed equals uninterrupted bit for bit, killed at any moment loses nothing saved, two processes and any
+number of micro-batches equal one, compiled equals plain; the learning rate, the optimisers' groups, the log, the tracker."""
+
+import json
+import math
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import prepare_data
+import train
+from configurator import ConfigError, read_file
+from model import GPTConfig, Schedule, build, count_parameters, is_recurrence
+from train import Dataset, TrainConfig, is_matrix, learning_rate, make_optimizers, read_checkpoint
+
+ROOT = Path(train.__file__).parent
+T2MLR = {'recurrence': 't2mlr', 'l_start': 1, 'l_end': 1, 'gamma_init': 0.3}
+LRT = {'recurrence': 'lrt', 'source_layer': 1}
+ARCHITECTURES = {
+    'transformer': {},
+    't2mlr': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'accumulation': 2},
+    'lrt': LRT | {'schedule': 'interleaved', 'optimizer': 'muon'},
+    'lstm': {'architecture': 'lstm'},
+}
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    """A text dataset and an aligned task."""
+    root = tmp_path_factory.mktemp('data')
+    (root / 'source').mkdir()
+    for i in range(8):
+        (root / 'source' / f'{i}.txt').write_text(''.join(f'line {j} of document {i}\n' for j in range(60)))
+    prepare_data.main(['text', f'--source={root}/source', '--val_fraction=0.3', f'--out={root}/text'])
+    sizes = [f'--n_{split}={n}' for split, n in (('train', 200), ('val', 40), ('test', 40))]
+    prepare_data.main(['s5', '--group=3', '--steps=1-4', f'--out={root}/task', *sizes])
+    return root
+
+
+def settings(folders, out, data='text', **changed):
+    small = dict(n_layer=2, n_head=2, n_embd=16, block_size=24, batch_size=4, max_steps=20, decay_steps=20, warmup_steps=3)
+    small |= dict(eval_interval=10, eval_batches=1, log_interval=1, device='cpu', threads=1, learning_rate=5e-3)
+    if data == 'text':
+        small['reset_token'] = 256
+    else:
+        small['block_size'] = 64
+    if changed.get('architecture') == 'lstm':
+        small['reset_token'] = -1
+    config = TrainConfig(**small | {'data_dir': str(folders / data), 'out_dir': str(out)} | changed)
+    config.check()
+    return config
+
+
+def log_of(out):
+    """The lines of log.jsonl without what the clock decides."""
+    lines = [json.loads(line) for line in (Path(out) / 'log.jsonl').read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != 'tokens_per_s'} for line in lines]
+
+
+def losses(out):
+    return [line['loss'] for line in log_of(out) if 'loss' in line]
+
+
+def same_bits(a, b):
+    """Whether two nested structures of tensors and plain values agree to the last bit."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_bits, a, b))
+    return a == b
+
+
+def same_run(a, b):
+    """The checkpoints of two runs agree in all but where they were written and how they began; so do their logs."""
+    a, b = Path(a), Path(b)
+    one, other = read_checkpoint(a / 'ckpt.pt'), read_checkpoint(b / 'ckpt.pt')
+    for checkpoint in (one, other):
+        for name in ('out_dir', 'init_from', 'max_steps'):
+            del checkpoint['config'][name]
+    assert same_bits(one, other)
+    assert log_of(a) == log_of(b)
+
+
+def command(config):
+    """The command line of a config: everything that differs from the defaults."""
+    plain = asdict(TrainConfig())
+    given = {k: v for k, v in asdict(config).items() if v != plain[k]}
+    return [f'--{k}={",".join(map(str, v)) if isinstance(v, tuple) else v}' for k, v in given.items()]
+
+
+# Resume
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_resumed_equals_uninterrupted(folders, tmp_path, name, compiled):
+    """10 updates, a restart and 10 more are 20 updates, bit for bit."""
+    changed = ARCHITECTURES[name] | ({'compile': True, 'n_layer': 1, 'l_start': 0, 'l_end': 0} if compiled else {})
+    if compiled and name == 'lrt':
+        changed |= {'source_layer': 0}
+    torch._dynamo.reset()
+    train.train(settings(folders, tmp_path / 'whole', **changed))
+    train.train(settings(folders, tmp_path / 'parts', **changed, max_steps=10))
+    before = read_checkpoint(tmp_path / 'parts' / 'ckpt.pt')
+    assert before['step'] == 10
+    train.train(settings(folders, tmp_path / 'parts', **changed, init_from='resume'))
+    same_run(tmp_path / 'whole', tmp_path / 'parts')
+    assert not same_bits(before['model'], read_checkpoint(tmp_path / 'parts' / 'ckpt.pt')['model'])
+
+
+def test_a_task_resumes_too(folders, tmp_path):
+    changed = ARCHITECTURES['t2mlr'] | {'data': 'task'}
+    train.train(settings(folders, tmp_path / 'whole', **changed))
+    train.train(settings(folders, tmp_path / 'parts', **changed, max_steps=10))
+    train.train(settings(folders, tmp_path / 'parts', **changed, init_from='auto'))
+    same_run(tmp_path / 'whole', tmp_path / 'parts')
+
+
+@pytest.mark.parametrize('signals', [[signal.SIGKILL] * 10, [signal.SIGINT, signal.SIGTERM]])
+def test_interrupted_at_any_moment(folders, tmp_path, signals):
+    """Whatever ends the process, the checkpoint is whole, never goes back, and the finished run is the uninterrupted one."""
+    rng = random.Random(len(signals))
+    changed = ARCHITECTURES['t2mlr'] | {'max_steps': 2000, 'decay_steps': 2000, 'log_interval': 5, 'eval_interval': 10}
+    config = settings(folders, tmp_path / 'out', **changed, init_from='auto')
+    reached, path = 0, tmp_path / 'out' / 'ckpt.pt'
+    for number in signals:
+        # The killer waits for a sign of life, then a random moment: an update takes about 5 ms, a save as long.
+        process = subprocess.Popen([sys.executable, 'train.py', *command(config)], cwd=ROOT, stdout=-3, stderr=subprocess.PIPE)
+        since, there = time.time(), path.stat().st_mtime if path.exists() else 0
+        while process.poll() is None and time.time() - since < 60 and (not path.exists() or path.stat().st_mtime == there):
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.3)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1].decode()
+        step = read_checkpoint(path)['step']
+        assert step > reached, said
+        reached = step
+        if number == signal.SIGKILL:
+            assert process.returncode == -signal.SIGKILL
+        else:
+            assert process.returncode == 128 + number and f'update {step}' in said and '--init_from=resume' in said
+    ending = {'max_steps': reached + 5, 'log_interval': 5, 'eval_interval': 10}
+    train.train(replace(config, **ending))
+    train.train(replace(config, **ending, out_dir=str(tmp_path / 'whole'), init_from='scratch'))
+    one, other = read_checkpoint(path), read_checkpoint(tmp_path / 'whole' / 'ckpt.pt')
+    assert same_bits(one['model'], other['model']) and same_bits(one['optimizers'], other['optimizers'])
+    steps = [line['step'] for line in log_of(tmp_path / 'out') if 'loss' in line]
+    assert steps == sorted(set(steps))
+    whole = {line['step']: line['loss'] for line in log_of(tmp_path / 'whole') if 'loss' in line}
+    assert all(whole[line['step']] == line['loss'] for line in log_of(tmp_path / 'out') if line.get('loss') in whole)
+
+
+def test_the_current_settings_decide_and_not_the_file(folders, tmp_path):
+    """Rate, decay, betas and fusing of a resumed optimiser are those now asked for; what shapes the weights cannot change."""
+    config = settings(folders, tmp_path, max_steps=5)
+    train.train(config)
+    saved = read_checkpoint(tmp_path / 'ckpt.pt')
+    model = build(GPTConfig(**{k: saved['config'][k] for k in asdict(GPTConfig())}))
+    new = make_optimizers(model, replace(config, learning_rate=1e-4, weight_decay=0.7, beta2=0.5), 'mps')[0]
+    train.load_optimizer(new, saved['optimizers'][0])
+    assert [g['weight_decay'] for g in new.param_groups if g['weight_decay']] == [0.7]
+    assert {g['lr'] for g in new.param_groups} == {1e-4} and {g['betas'] for g in new.param_groups} == {(0.9, 0.5)}
+    assert not any(g['fused'] for g in new.param_groups)
+    assert {float(s['step']) for s in new.state.values()} == {5.0}
+    train.train(replace(config, learning_rate=1e-3, init_from='resume', max_steps=6, lr_schedule='constant'))
+    assert log_of(tmp_path)[-2]['lr'] == 1e-3
+    for name, value in {'n_embd': 32, 'family': 'llama', 'optimizer': 'muon', 'dtype': 'float64', 'block_size': 25}.items():
+        with pytest.raises(ConfigError, match=f'{name}={value}'):
+            train.train(replace(config, init_from='resume', **{name: value}))
+
+
+def test_what_stands_in_the_way_of_a_start(folders, tmp_path):
+    config = settings(folders, tmp_path / 'out', max_steps=1, warmup_steps=0)
+    with pytest.raises(ConfigError, match='there is no checkpoint .*ckpt.pt'):
+        train.train(replace(config, init_from='resume'))
+    assert not (tmp_path / 'out').exists()
+    train.train(config)
+    with pytest.raises(ConfigError, match='init_from=resume'):
+        train.train(config)
+    whole = (tmp_path / 'out' / 'ckpt.pt').read_bytes()
+    for damaged in (b'', whole[:1000], whole[: len(whole) // 2], b'\x00' * 500):
+        (tmp_path / 'out' / 'ckpt.pt').write_bytes(damaged)
+        with pytest.raises(ConfigError, match='cannot be read'):
+            train.train(replace(config, init_from='resume'))
+
+
+def test_a_checkpoint_executes_nothing(tmp_path):
+    import pickle
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / 'executed'),)
+
+    torch.save({'config': {}, 'model': Bomb()}, tmp_path / 'a.pt')
+    (tmp_path / 'b.pt').write_bytes(pickle.dumps(Bomb()))
+    for name in 'ab':
+        with pytest.raises(ConfigError, match='cannot be read'):
+            read_checkpoint(str(tmp_path / f'{name}.pt'))
+    assert not (tmp_path / 'executed').exists()
+
+
+# One process, several micro-batches, several processes
+
+GRID = ARCHITECTURES | {
+    f'{name} {schedule}': recurrence | {'schedule': schedule, 'd_forward': 2, 'd_backward': 2, 'n_subsets': 3, 'chunk_size': 5}
+    for name, recurrence in (('t2mlr', T2MLR), ('lrt', LRT))
+    for schedule in ('parallel', 'jacobi', 'interleaved', 'chunked', 'sequential')
+}
+GRID |= {
+    'KV only': LRT | {'schedule': 'interleaved', 'residual_injection': False},
+    'residual only': LRT | {'schedule': 'interleaved', 'memory_projection': 'none'},
+    'layerwise, per-pass weights': LRT
+    | {'schedule': 'interleaved', 'memory_projection': 'layerwise', 'pass_weights': (0.0, 1.0, 2.0)},
+    'frozen base': T2MLR | {'schedule': 'jacobi', 'd_forward': 2, 'd_backward': 2, 'freeze_base': True},
+    'gammas 0': T2MLR | {'schedule': 'jacobi', 'd_forward': 2, 'd_backward': 2, 'gamma_init': 0.0},
+    'no pass with memory': T2MLR | {'schedule': 'jacobi', 'd_forward': 0, 'd_backward': 1},
+    'one pass with memory': T2MLR | {'schedule': 'jacobi', 'd_forward': 1, 'd_backward': 1},
+    'accumulation': LRT | {'schedule': 'interleaved', 'accumulation': 3, 'batch_size': 12},
+    'task': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'data': 'task', 'batch_size': 8, 'accumulation': 2},
+    'one token': LRT | {'schedule': 'interleaved', 'block_size': 1, 'eval_exact_batches': 0},
+}
+WORKER = """
+import json, os, sys
+import torch, train
+configs, ports = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+models, make = [], train.build
+train.build = lambda config: models.append(make(config)) or models[-1]
+for config, port in zip(configs, ports):
+    os.environ['MASTER_PORT'] = str(port)
+    train.train(train.TrainConfig(**config))
+    torch.save(models[-1].state_dict(), f"{config['out_dir']}/rank{os.environ['RANK']}.pt")
+"""
+
+
+def free_ports(n):
+    taken = [socket.create_server(('127.0.0.1', 0)) for _ in range(n)]
+    ports = [s.getsockname()[1] for s in taken]
+    for s in taken:
+        s.close()
+    return ports
+
+
+def on_two_processes(configs):
+    """Trains each config on two processes, one after the other; every rank also leaves its weights in out_dir."""
+    argv = [sys.executable, '-c', WORKER, json.dumps([asdict(c) for c in configs]), json.dumps(free_ports(len(configs)))]
+    shared = os.environ | {'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo'}
+    ranks = [
+        subprocess.Popen(argv, cwd=ROOT, env=shared | {'RANK': str(r), 'LOCAL_RANK': str(r)}, stderr=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    try:
+        said = [p.communicate(timeout=400)[1] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    assert [p.returncode for p in ranks] == [0, 0], '\n'.join(said)
+    return said
+
+
+@pytest.fixture(scope='module')
+def two_processes(folders, tmp_path_factory):
+    """{name: (out_dir of one process, out_dir of two)} for every cell of GRID."""
+    root = tmp_path_factory.mktemp('ddp')
+    single, pair = {}, {}
+    for i, (name, changed) in enumerate(GRID.items()):
+        single[name] = settings(folders, root / f'{i}-one', **changed)
+        pair[name] = replace(single[name], out_dir=str(root / f'{i}-two'))
+    for config in single.values():
+        train.train(config)
+    on_two_processes(list(pair.values()))
+    return {name: (single[name].out_dir, pair[name].out_dir) for name in GRID}
+
+
+@pytest.mark.parametrize('name', GRID)
+def test_two_processes_equal_one(two_processes, name):
+    one, two = two_processes[name]
+    np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5, atol=1e-5)
+    assert len(losses(one)) == 20 and losses(one)[-1] != losses(one)[0]
+    for a, b in zip(log_of(one), log_of(two), strict=True):
+        np.testing.assert_allclose(a.get('passes', 0), b.get('passes', 0), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(a.get('grad_norm', 0), b.get('grad_norm', 0), rtol=1e-4)
+        for which in ('val', 'val_exact'):
+            assert (a.get(which) or {}) == pytest.approx(b.get(which) or {}, rel=1e-5, abs=1e-5)
+    first, second = (torch.load(Path(two) / f'rank{r}.pt', weights_only=True) for r in range(2))
+    assert same_bits(first, second)
+    assert same_bits(first, read_checkpoint(Path(two) / 'ckpt.pt')['model'])
+
+
+@pytest.mark.parametrize('name', ['transformer', 'lrt interleaved', 't2mlr jacobi', 'task', 'lstm'])
+def test_micro_batches_equal_one_batch(folders, tmp_path, name):
+    """In float64 the curve of losses, of each pass and of the gradient's norm is the same for any split of the batch."""
+    curves = []
+    for accumulation in (1, 2, 4):
+        changed = GRID[name] | {'batch_size': 8, 'accumulation': accumulation, 'dtype': 'float64', 'max_steps': 8}
+        config = settings(folders, tmp_path / str(accumulation), **changed)
+        train.train(config)
+        lines = [line for line in log_of(config.out_dir) if 'loss' in line]
+        curves.append([[line['loss'], line['grad_norm'], *line['passes']] for line in lines])
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(curves[2], curves[0], rtol=1e-9, atol=1e-9)
+
+
+def test_the_logged_loss_is_the_mean_over_the_global_batch(folders, tmp_path):
+    """Rows of very different difficulty and very different numbers of scored positions, split over 4 micro-batches."""
+    config = settings(folders, tmp_path, 'task', **LRT, schedule='interleaved', batch_size=8, accumulation=4, max_steps=1)
+    config.learning_rate, config.dtype, config.warmup_steps = 0.0, 'float64', 0
+    train.train(config)
+    saved = read_checkpoint(tmp_path / 'ckpt.pt')
+    model = build(GPTConfig(**{k: saved['config'][k] for k in asdict(GPTConfig())})).double()
+    model.load_state_dict(saved['model'])
+    data = Dataset(config.data_dir)
+    T = data.length('train', 0)
+    x, y, mask = data.batch('train', data.rows('train', config.seed, 0, 8, T), T)
+    assert len(set((y >= 0).sum(1).tolist())) > 2
+    loss, passes = model(x, y, config, mask)
+    (line,) = [line for line in log_of(tmp_path) if 'loss' in line]
+    assert line['loss'] == pytest.approx(loss.item(), abs=1e-12)
+    assert line['passes'] == pytest.approx(passes.tolist(), abs=1e-12)
+
+
+def launch(n, config, **more):
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}']
+    return subprocess.run(
+        [*torchrun, 'train.py', *command(config)], cwd=ROOT, capture_output=True, text=True, timeout=300, **more
+    )
+
+
+def test_torchrun_compiled_and_plain_exchange_checkpoints(folders, tmp_path):
+    """Two compiled processes, then one plain process, then two compiled ones again: the keys never change, and the curve is
+    that of one plain process."""
+    small = {'n_layer': 1, 'l_start': 0, 'l_end': 0}
+    config = settings(folders, tmp_path / 'mixed', **ARCHITECTURES['t2mlr'] | small | {'log_interval': 1})
+    train.train(replace(config, out_dir=str(tmp_path / 'plain')))
+    done = launch(2, replace(config, compile=True, max_steps=8))
+    assert done.returncode == 0, done.stderr
+    train.train(replace(config, max_steps=14, init_from='resume'))
+    done = launch(2, replace(config, compile=True, init_from='resume'))
+    assert done.returncode == 0, done.stderr
+    mixed, plain = (read_checkpoint(tmp_path / out / 'ckpt.pt')['model'] for out in ('mixed', 'plain'))
+    assert list(mixed) == list(plain) and not any('_orig_mod' in k or 'module.' in k for k in mixed)
+    np.testing.assert_allclose(losses(tmp_path / 'mixed'), losses(tmp_path / 'plain'), rtol=1e-5, atol=1e-5)
+
+
+def test_torchrun_says_a_mistake_once(folders, tmp_path):
+    config = settings(folders, tmp_path / 'out')
+    config.batch_size = 5
+    done = launch(2, config)
+    assert done.returncode != 0 and done.stderr.count('batch_size=5 does not divide over 2 processes') == 1
+    assert not (tmp_path / 'out').exists()
+
+
+# Learning rate and optimisers
+
+
+def rates(**changed):
+    config = TrainConfig(**{'max_steps': 100, 'learning_rate': 0.5, 'final_lr_fraction': 0.1} | changed)
+    config.check()
+    return config, [learning_rate(config, step) for step in range(config.max_steps + 5)]
+
+
+@pytest.mark.parametrize('kind', ['cosine', 'linear', 'constant'])
+@pytest.mark.parametrize('decay_steps', [0, 60, 100])
+@pytest.mark.parametrize('warmup', [0, 1, 10, 59, 60, 100])
+@pytest.mark.parametrize('warmdown', [0.0, 0.4, 1.0])
+def test_the_learning_rate_is_finite_and_continuous(kind, decay_steps, warmup, warmdown):
+    if warmup > (decay_steps or 100):
+        with pytest.raises(ConfigError, match=f'warmup_steps={warmup}'):
+            rates(lr_schedule=kind, decay_steps=decay_steps, warmup_steps=warmup)
+        return
+    config, r = rates(lr_schedule=kind, decay_steps=decay_steps, warmup_steps=warmup, warmdown_fraction=warmdown)
+    assert all(math.isfinite(v) and 0.05 - 1e-12 <= v <= 0.5 for v in r[warmup:]) and max(r) <= 0.5
+    if warmup:
+        assert r[0] == pytest.approx(0.5 / warmup) and r[warmup - 1] == pytest.approx(0.5)
+        assert all(b > a for a, b in zip(r[: warmup - 1], r[1:warmup], strict=True))
+    end = decay_steps or 100
+    falls = [a - b for a, b in zip(r[max(warmup, 1) - 1 :], r[max(warmup, 1) :], strict=False)]
+    assert -1e-12 < min(falls) and max(falls) <= 0.45 * math.pi / 2 / max(1, min(end - warmup, end * (warmdown or 1)))
+    if kind == 'constant':
+        assert set(r[warmup:]) == {0.5}
+    elif warmup < end and (kind, warmdown) != ('linear', 0.0):
+        assert r[end - 1] == pytest.approx(0.05) and r[end + 3] == pytest.approx(0.05)
+
+
+def test_one_update_may_be_all(folders, tmp_path):
+    for kind in ('cosine', 'linear', 'constant'):
+        for warmup in (0, 1):
+            _, r = rates(max_steps=1, warmup_steps=warmup, lr_schedule=kind)
+            assert math.isfinite(r[0]) and r[0] > 0
+    train.train(settings(folders, tmp_path, max_steps=1, decay_steps=0, warmup_steps=1))
+    assert losses(tmp_path)
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_the_first_update_moves_every_group_at_its_rate(folders, tmp_path, optimizer):
+    """Warm-up 100: the first rate is peak / 100 and not 0; the recurrence has its multiple of it."""
+    seen = []
+    config = settings(folders, tmp_path, **T2MLR, schedule='jacobi', d_forward=2, d_backward=2, optimizer=optimizer)
+    config.max_steps, config.decay_steps, config.warmup_steps, config.recurrence_lr_scale = 1, 200, 100, 10.0
+    made, make = [], train.make_optimizers
+
+    def watched(model, *rest):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        made.append((model, before, make(model, *rest)))
+        return made[0][2]
+
+    train.make_optimizers = watched
+    try:
+        train.train(config)
+    finally:
+        train.make_optimizers = make
+    model, before, optimizers = made[0]
+    for o in optimizers:
+        for group in o.param_groups:
+            seen.append((group['lr'], group['scale']))
+            assert group['lr'] == pytest.approx(config.learning_rate / 100 * group['scale'])
+    assert {scale for _, scale in seen} == {1.0, 10.0}
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    # The output projections start at 0, so at the first update no gradient passes them to what lies below.
+    assert {'head.weight', 'blocks.0.attention.o.weight', 'blocks.1.mlp.down.weight'} <= moved
+
+
+def all_configs():
+    return sorted(ROOT.glob('config/*.py'))
+
+
+def described(path):
+    values = {k: v for k, v in read_file(str(path)).items() if k in asdict(TrainConfig())}
+    return TrainConfig(**values | {'vocab_size': values.get('vocab_size', 0) or 512})
+
+
+@pytest.mark.parametrize('path', all_configs(), ids=lambda p: p.stem)
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_every_trainable_parameter_is_in_exactly_one_group(path, optimizer):
+    config = replace(described(path), optimizer=optimizer)
+    check_groups(config)
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.parametrize('freeze', [False, True])
+@pytest.mark.parametrize('family', ['nanochat', 'llama'])
+@pytest.mark.parametrize('recurrence', [T2MLR, LRT | {'memory_projection': 'layerwise'}])
+def test_groups_of_every_kind_of_parameter(optimizer, freeze, family, recurrence):
+    config = TrainConfig(
+        **recurrence, vocab_size=64, n_layer=3, n_embd=32, family=family, value_embeddings='all', optimizer=optimizer
+    )
+    config.schedule, config.freeze_base = 'interleaved', freeze
+    check_groups(config)
+
+
+def check_groups(config):
+    config.check()
+    with torch.device('meta'):
+        model = build(config)
+    if config.freeze_base:
+        for name, p in model.named_parameters():
+            p.requires_grad_(is_recurrence(name))
+    optimizers = make_optimizers(model, config, 'cpu')
+    held = [p for o in optimizers for g in o.param_groups for p in g['params']]
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert sorted(map(id, held)) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    for o in optimizers:
+        for g in o.param_groups:
+            for p in g['params']:
+                name = names[id(p)]
+                inside = any(part in name for part in ('attention.q', 'attention.k', 'attention.v', 'attention.o', '.mlp.'))
+                inside |= name.startswith(('memory.', 'fusion.w_rec', 'lstm.weight'))
+                assert inside == is_matrix(name, p)
+                assert isinstance(o, torch.optim.Muon) == (config.optimizer == 'muon' and inside)
+                assert g['weight_decay'] == (config.weight_decay if inside else 0.0)
+                assert g['scale'] == (config.recurrence_lr_scale if is_recurrence(name) else 1.0)
+
+
+def test_frozen_parameters_stay(folders, tmp_path):
+    config = settings(folders, tmp_path, **T2MLR, schedule='jacobi', d_forward=2, d_backward=2, freeze_base=True, max_steps=5)
+    train.train(config)
+    torch.manual_seed(config.seed)
+    start, end = build(config).state_dict(), read_checkpoint(tmp_path / 'ckpt.pt')['model']
+    assert all(torch.equal(start[k], end[k]) for k in start if not is_recurrence(k))
+    config.out_dir, config.freeze_base = str(tmp_path / 'free'), False
+    train.train(config)
+    end = read_checkpoint(tmp_path / 'free' / 'ckpt.pt')['model']
+    assert not torch.equal(start['head.weight'], end['head.weight'])
+
+
+# What a run leaves and says
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float64'])
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_training_learns_in_every_precision(folders, tmp_path, name, dtype):
+    config = settings(folders, tmp_path, **ARCHITECTURES[name] | {'dtype': dtype, 'max_steps': 60, 'decay_steps': 60})
+    config.learning_rate = 1e-2
+    train.train(config)
+    curve = losses(tmp_path)
+    assert curve[0] > 5 and curve[-1] < 3.9
+    saved = read_checkpoint(tmp_path / 'ckpt.pt')
+    assert {t.dtype for t in saved['model'].values()} == {torch.float64 if dtype == 'float64' else torch.float32}
+    evaluations = [line for line in log_of(tmp_path) if 'val' in line]
+    assert [line['step'] for line in evaluations] == [10, 20, 30, 40, 50, 60]
+    for line in evaluations:
+        assert (line['val_exact'] is not None) == (config.recurrence != 'none')
+    assert saved['best_loss'] <= min(line['val']['loss'] for line in evaluations[:-1])
+
+
+def test_a_task_reports_each_score(folders, tmp_path):
+    train.train(settings(folders, tmp_path, 'task', **T2MLR, schedule='jacobi', d_forward=2, d_backward=2, max_steps=10))
+    (line,) = [line for line in log_of(tmp_path) if 'val' in line]
+    for which in ('val', 'val_exact'):
+        assert set(line[which]) == {'loss', 'state', 'retrieval'}
+        assert 0 <= line[which]['state'] <= 1 and 0 <= line[which]['retrieval'] <= 1
+
+
+def test_batches_are_a_pure_function(folders):
+    """The same rows whatever was drawn before, another for every seed and step; the training split is covered evenly."""
+    data, again = Dataset(str(folders / 'text')), Dataset(str(folders / 'text'))
+    first = [data.rows('train', 1, step, 8, 24) for step in range(50)]
+    for step in reversed(range(50)):
+        assert np.array_equal(first[step], again.rows('train', 1, step, 8, 24))
+    assert len({tuple(r) for r in first}) == 50 and not np.array_equal(first[0], data.rows('train', 2, 0, 8, 24))
+    choices = len(data.split('train')) - 24
+    flat = np.concatenate([data.rows('train', 1, step, 64, 24) for step in range(100)])
+    assert flat.min() >= 0 and flat.max() < choices and abs(flat.mean() / choices - 0.5) < 0.02
+    x, y, mask = data.batch('train', [0, choices - 1], 24)
+    stream = np.array(data.split('train')).astype(np.int64)
+    assert mask is None and x[0].tolist() == stream[:24].tolist() and y[1].tolist() == stream[-24:].tolist()
+
+
+def test_datasets_that_do_not_fit(folders, tmp_path):
+    config = settings(folders, tmp_path / 'out')
+    for name, changed, says in (
+        ('missing', {'data_dir': str(tmp_path / 'none')}, 'holds no dataset'),
+        ('vocabulary', {'vocab_size': 100}, 'vocab_size=100 is too small'),
+        ('long block', {'block_size': 10**7}, 'too few for block_size=10000000'),
+        ('long example', {'data_dir': str(folders / 'task'), 'block_size': 10, 'reset_token': -1}, 'above block_size=10'),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            train.train(replace(config, **changed))
+        assert not (tmp_path / 'out').exists(), name
+    (tmp_path / 'meta.json').write_text('{"kind": ')
+    with pytest.raises(ConfigError, match='meta.json cannot be read'):
+        train.train(replace(config, data_dir=str(tmp_path)))
+
+
+class FakeRun:
+    def __init__(self, fails_at):
+        self.lines, self.finished, self.fails_at = [], False, fails_at
+
+    def log(self, values, step):
+        if step == self.fails_at:
+            raise OSError('no space left on device')
+        self.lines.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.mark.parametrize('fault', ['none', 'absent', 'init', 'log'])
+def test_a_failing_tracker_never_stops_a_run(folders, tmp_path, monkeypatch, capsys, fault):
+    run = FakeRun(5 if fault == 'log' else None)
+    fake, opened = types.ModuleType('wandb'), []
+
+    def init(**given):
+        opened.append(given)
+        if fault == 'init':
+            raise RuntimeError('no login')
+        return run
+
+    fake.init, fake.Settings = init, lambda **given: given
+    monkeypatch.setitem(sys.modules, 'wandb', None if fault == 'absent' else fake)
+    train.train(settings(folders, tmp_path, wandb='offline', max_steps=10))
+    assert len(losses(tmp_path)) == 10
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: wandb')]
+    assert len(warnings) == (fault != 'none')
+    assert len(opened) == (fault != 'absent')
+    if fault == 'none':
+        assert run.finished and [s for s, v in run.lines if 'loss' in v] == list(range(1, 11))
+        assert opened[0]['mode'] == 'offline' and opened[0]['settings']['init_timeout'] <= 30
+
+
+def test_only_the_first_process_opens_a_tracker():
+    fake = types.SimpleNamespace()
+    assert train.Tracker(TrainConfig(wandb='online'), active=False).run is None and not vars(fake)
+
+
+# Dry run and configs
+
+
+@pytest.mark.parametrize('path', all_configs(), ids=lambda p: p.stem)
+def test_every_config_describes_a_model(path, capsys):
+    """Each opens with a comment, builds without weights, and its dry run agrees with counting the parameters."""
+    assert path.read_text().startswith('# ')
+    config = described(path)
+    config.check()
+    train.main([str(path), '--dry_run', '--json', f'--vocab_size={config.vocab_size}'])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    with torch.device('meta'):
+        model = build(config)
+    total = sum(p.numel() for p in model.parameters())
+    assert found['total_parameters'] == total == sum(count_parameters(model).values())
+    added = sum(p.numel() for name, p in model.named_parameters() if is_recurrence(name))
+    assert found['recurrence_share'] == pytest.approx(added / total)
+    assert found['step_flops_ratio'] >= 1 - 1e-12 and found['forward_flops_per_token'] > 0
+
+
+def test_the_dry_run_of_a_billion_parameters_allocates_nothing(tmp_path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    done = subprocess.run(
+        [sys.executable, str(ROOT / 'train.py'), str(ROOT / 'config/t2mlr_20L.py'), '--dry_run=True', '--json=True'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 1.3e9 < found['total_parameters'] < 1.35e9 and 0.005 < found['recurrence_share'] < 0.01
+    for part in ('embedding', 'attention', 'MLP', 'recurrence', 'total', 'training step'):
+        assert part in done.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert after == before or after < 2**20 * 1.5  # KiB: torch itself takes a third of this, the weights would take 5 GB
+
+
+def test_a_run_whose_data_is_missing_says_so(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / 'train.py'), str(ROOT / 'config/t2mlr_20L.py')],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert 'data/fineweb_edu' in done.stderr and 'prepare_data.py' in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_schedule_is_the_same_object_to_model_and_config():
+    config = TrainConfig(schedule='jacobi', d_forward=3, d_backward=2)
+    alone = Schedule('jacobi', d_forward=3, d_backward=2)
+    assert config.passes(9) == alone.passes(9) and config.n_graded(9) == alone.n_graded(9) == 2
