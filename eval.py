@@ -124,6 +124,8 @@ def evaluate(path, config):
     split = config.split or ('val' if data.is_text else 'test')
     if split not in data.meta['splits']:
         raise ConfigError(f'split={split} is not in {data.folder}; choose from {", ".join(data.meta["splits"])}.')
+    if data.meta['kind'] != checkpoint['meta']['kind']:
+        raise ConfigError(f'{data.folder} is a {data.meta["kind"]}, and {path} was trained on a {checkpoint["meta"]["kind"]}.')
     if data.meta['vocab_size'] > model.config.vocab_size:
         raise ConfigError(f'{data.folder} has {data.meta["vocab_size"]} tokens, {path} knows {model.config.vocab_size}.')
     if not data.is_text and data.meta['longest'][split] > model.config.block_size:

@@ -96,13 +96,15 @@ def generate(model, prompt, config, stop_token=-1):
     state, logits = repeat_state(state, config.num_samples), logits.repeat(config.num_samples, 1)
     generators = [torch.Generator().manual_seed(config.seed + i) for i in range(config.num_samples)]
     ended = torch.zeros(config.num_samples, 1, dtype=torch.bool, device=device)
-    for i in range(min(config.max_tokens, model.config.block_size - len(prompt) + 1)):
+    token = None
+    for _ in range(min(config.max_tokens, model.config.block_size - len(prompt) + 1)):
+        if token is not None:
+            logits = model(token.clamp(min=0), schedule=SEQUENTIAL, state=state)[:, -1]
         token = choose(logits, config, generators).masked_fill(ended, stop_token)
         ended |= token == stop_token
         yield token.flatten().tolist()
-        if ended.all() or len(prompt) + i == model.config.block_size:
+        if ended.all():
             return
-        logits = model(token.clamp(min=0), schedule=SEQUENTIAL, state=state)[:, -1]
 
 
 def answer(model, meta, prompt):

@@ -295,7 +295,9 @@ def read_checkpoint(path, device='cpu'):
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         return checkpoint | {'config': {f.name: checkpoint['config'][f.name] for f in fields(TrainConfig)}}
     except Exception as e:
-        raise ConfigError(f'the checkpoint {path} cannot be read ({type(e).__name__}: {" ".join(str(e).split())[:200]}).') from None
+        raise ConfigError(
+            f'the checkpoint {path} cannot be read ({type(e).__name__}: {" ".join(str(e).split())[:200]}).'
+        ) from None
 
 
 def fixed_on_resume(config):

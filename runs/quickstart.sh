@@ -23,7 +23,7 @@ python eval.py --ckpt="$out/t2mlr,$out/transformer,$out/lstm" --results="$out/re
 echo "wrote $out/results.json and $out/accuracy.png"
 
 echo; echo "T2MLR on the bytes of the Python standard library, briefly:"
-python train.py config/text_t2mlr.py --init_from=auto --out_dir="$out/text" --max_steps=200 --eval_interval=200 --eval_batches=4 \
+python train.py config/text_t2mlr.py --init_from=auto --out_dir="$out/text" --max_steps=400 --eval_interval=200 --eval_batches=4 \
     --eval_exact_batches=1
 echo; echo "python sample.py"
-python sample.py --prompt="def " --max_tokens=200
+python sample.py --prompt="def " --max_tokens=120

@@ -221,6 +221,8 @@ GRID = ARCHITECTURES | {
     for schedule in ('parallel', 'jacobi', 'interleaved', 'chunked', 'sequential')
 }
 GRID |= {
+    # Muon orthogonalises in bfloat16, which magnifies the last bit of a float32 gradient; in float64 that bit is out of reach.
+    'lrt': ARCHITECTURES['lrt'] | {'dtype': 'float64'},
     'KV only': LRT | {'schedule': 'interleaved', 'residual_injection': False},
     'residual only': LRT | {'schedule': 'interleaved', 'memory_projection': 'none'},
     'layerwise, per-pass weights': LRT

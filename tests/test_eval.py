@@ -1,0 +1,171 @@
+"""Laws of evaluation: every number against one computed apart, from the logits of one example at a time."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import eval as evaluation
+import prepare_data
+from model import SEQUENTIAL
+from sample import load_model
+from train import Dataset, TrainConfig, train
+
+BASE = dict(n_layer=2, n_head=2, n_embd=16, device='cpu', threads=1, batch_size=4, max_steps=30, warmup_steps=5)
+BASE |= dict(learning_rate=1e-2, eval_exact_batches=0, eval_batches=1)
+T2MLR = dict(recurrence='t2mlr', l_start=1, l_end=1, gamma_init=0.5, schedule='jacobi', d_forward=2, d_backward=2)
+LRT = dict(recurrence='lrt', source_layer=1, schedule='interleaved')
+MODELS = {'transformer': {}, 't2mlr': T2MLR, 'lrt': LRT, 'lstm': dict(architecture='lstm')}
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """{(kind of data, model): out_dir}: a task with test examples longer than the trained ones, and a text with é and 中."""
+    root = tmp_path_factory.mktemp('eval')
+    sizes = ['--n_train=100', '--n_val=20', '--n_test=37']
+    prepare_data.main(['s5', '--group=3', '--steps=1-3', '--test_steps=1-5', '--value_len=2', *sizes, f'--out={root}/task'])
+    (root / 'source').mkdir()
+    for i in range(6):
+        (root / 'source' / f'{i}.txt').write_text(f'document {i} é中 ' * 20)
+    prepare_data.main(['text', f'--source={root}/source', '--val_fraction=0.3', f'--out={root}/text'])
+    found = {}
+    for data in ('task', 'text'):
+        for name, changed in MODELS.items():
+            out = root / f'{data}-{name}'
+            sized = {'block_size': 64 if data == 'task' else 20}
+            if data == 'text' and name != 'lstm':
+                sized['reset_token'] = 256
+            train(TrainConfig(**BASE | changed | sized | {'data_dir': f'{root}/{data}', 'out_dir': str(out)}))
+            found[data, name] = out
+    return found
+
+
+def measured(capsys, *argv):
+    capsys.readouterr()
+    evaluation.main(['--device=cpu', '--threads=1', '--json=True', *argv])
+    out = capsys.readouterr().out
+    return json.loads(out.splitlines()[-1]), out
+
+
+def refused(capsys, *argv):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(['--device=cpu', *argv])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and len(err.splitlines()) == 1 and err.startswith('error: ')
+    return err
+
+
+@pytest.mark.parametrize('batch_size', [1, 5, 64])
+@pytest.mark.parametrize('name', MODELS)
+def test_task_accuracies_equal_those_counted_by_hand(runs, capsys, name, batch_size):
+    out = runs['task', name]
+    found, _ = measured(capsys, f'--ckpt={out}', f'--batch_size={batch_size}')
+    model, checkpoint = load_model(str(out / 'ckpt.pt'))
+    data = Dataset(checkpoint['config']['data_dir'])
+    arrays = data.split('test')
+    trained = evaluation.schedules(checkpoint['config'])['training']
+    assert set(found) >= ({'training', 'exact'} if name in ('t2mlr', 'lrt') else {'training'})
+    assert ('exact' in found) == (name in ('t2mlr', 'lrt')) and found['trained_length'] == 3
+    for label, schedule in (('training', trained), ('exact', SEQUENTIAL)):
+        if label not in found:
+            continue
+        hits = {'state': [], 'retrieval': []}
+        for row in range(len(arrays['tokens'])):  # one unpadded example at a time
+            n = int(arrays['lengths'][row])
+            tokens, targets = (torch.from_numpy(arrays[k][row : row + 1, :n].astype(np.int64)) for k in ('tokens', 'targets'))
+            mask = torch.from_numpy(arrays['recur_mask'][row : row + 1, :n])
+            with torch.no_grad():
+                right = (model(tokens, schedule=schedule, recur_mask=mask).argmax(-1) == targets)[0]
+            scored = [i for i in range(n) if targets[0, i] >= 0]
+            for j, i in enumerate(scored):  # an action, its two slots, an action, ..
+                kind = 'state' if j % 3 == 0 else 'retrieval'
+                hits[kind].append((1 + j // 3, int(arrays['steps'][row]), bool(right[i])))
+        for kind, rows in hits.items():
+            mine = found[label][kind]
+            assert mine['all'] == pytest.approx(np.mean([h for *_, h in rows]))
+            assert mine['last'] == pytest.approx(np.mean([h for step, length, h in rows if step == length]))
+            for key, column, last in (('by_position', 0, False), ('by_length', 1, False), ('last_by_length', 1, True)):
+                chosen = [r for r in rows if not last or r[0] == r[1]]
+                values = sorted({r[column] for r in chosen})
+                expected = {str(v): np.mean([r[2] for r in chosen if r[column] == v]) for v in values}
+                assert mine[key] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_bits_per_byte_equal_those_summed_by_hand(runs, capsys, name):
+    out = runs['text', name]
+    found, printed = measured(capsys, f'--ckpt={out}')
+    model, checkpoint = load_model(str(out / 'ckpt.pt'))
+    stream = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val').astype(np.int64))
+    for label, schedule in (evaluation.schedules(checkpoint['config'])).items():
+        nats, count = 0.0, 0
+        for start in range(0, len(stream) - 20, 20):
+            window = stream[start : start + 21][None]
+            with torch.no_grad():
+                p = F.log_softmax(model(window[:, :-1], schedule=schedule).double(), -1)
+            for i, token in enumerate(window[0, 1:].tolist()):
+                if token != 256:
+                    nats, count = nats - p[0, i, token].item(), count + 1
+        assert found[label]['tokens'] == count
+        assert found[label]['nats_per_token'] == pytest.approx(nats / count, rel=1e-5)
+        assert found[label]['bits_per_byte'] == pytest.approx(nats / count / math.log(2), rel=1e-5)
+    assert 'bits per byte' in printed and len(found) == (6 if 'exact' in found else 5)
+
+
+def test_the_schedules_differ_and_a_batch_limit_spreads(runs, capsys):
+    found, _ = measured(capsys, f'--ckpt={runs["text", "t2mlr"]}')
+    assert found['training']['bits_per_byte'] != found['exact']['bits_per_byte']
+    part, _ = measured(capsys, f'--ckpt={runs["text", "t2mlr"]}', '--batch_size=2', '--max_batches=3')
+    assert 0 < part['exact']['tokens'] <= 120 < found['exact']['tokens']
+
+
+def test_several_checkpoints_make_one_table_a_file_and_a_figure(runs, capsys, tmp_path):
+    names = ['transformer', 't2mlr', 'lrt', 'lstm']
+    found, out = measured(
+        capsys,
+        '--ckpt=' + ','.join(str(runs['task', n]) for n in names),
+        f'--results={tmp_path}/r.json',
+        f'--figure={tmp_path}/a.png',
+    )
+    written = json.loads((tmp_path / 'r.json').read_text())
+    assert list(written) == list(found) == [f'task-{n}' for n in names]
+    for name, scores in written.items():
+        measured_here = found[name].get('exact', found[name]['training'])
+        assert scores == {
+            'state': measured_here['state']['by_length']['3'],
+            'state_last': measured_here['state']['last_by_length']['3'],
+            'retrieval': measured_here['retrieval']['by_length']['3'],
+        }
+        assert name in out
+    assert (tmp_path / 'a.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+
+
+def test_what_cannot_be_measured_is_one_sentence(runs, capsys, tmp_path, monkeypatch):
+    task, text = runs['task', 't2mlr'], runs['text', 't2mlr']
+    monkeypatch.chdir(tmp_path)
+    assert 'no checkpoint under out/' in refused(capsys)
+    assert 'split=nonsense' in refused(capsys, f'--ckpt={task}', '--split=nonsense')
+    assert 'no checkpoint' in refused(capsys, '--ckpt=nowhere.pt')
+    assert 'holds no dataset' in refused(capsys, f'--ckpt={task}', '--data_dir=nowhere')
+    assert 'text model' in refused(capsys, f'--ckpt={text}', '--results=r.json')
+    assert not (tmp_path / 'r.json').exists()
+    (tmp_path / 'cut.pt').write_bytes((task / 'ckpt.pt').read_bytes()[:-100])
+    assert 'cannot be read' in refused(capsys, '--ckpt=cut.pt')
+    for given in ('batch_size=0', 'max_batches=-1', 'threads=-1'):
+        assert given in refused(capsys, f'--ckpt={task}', f'--{given}')
+
+
+def test_a_dataset_that_the_model_cannot_read(runs, capsys, tmp_path):
+    """Longer examples than its context, more tokens than its vocabulary, a text for a task's model."""
+    prepare = ['s5', '--n_train=20', '--n_val=10', '--n_test=10']
+    prepare_data.main([*prepare, '--group=3', '--steps=1-3', '--test_steps=40', f'--out={tmp_path}/long'])
+    prepare_data.main([*prepare, '--group=4', '--steps=1-3', f'--out={tmp_path}/wide'])
+    task = runs['task', 'lrt']
+    assert 'context of 64' in refused(capsys, f'--ckpt={task}', f'--data_dir={tmp_path}/long')
+    assert 'tokens' in refused(capsys, f'--ckpt={task}', f'--data_dir={tmp_path}/wide')
+    text = str(runs['text', 'lrt'].parent / 'text')
+    assert 'is a text' in refused(capsys, f'--ckpt={task}', f'--data_dir={text}')
