@@ -1,14 +1,18 @@
 """Measures checkpoints: `python eval.py` takes the newest one under out/, `--ckpt=A,B` compares several on one dataset.
 
 Task data: accuracy of each score by position and by length. Text: bits per byte under the training schedule and under exact
-decoding. Both run the model twice, as it was trained and with the exact sequential recurrence that decoding has.
+decoding. Both run the model twice, as it was trained and with the exact sequential recurrence that decoding has. The numbers
+also go to eval-DATASET-SPLIT.json beside the checkpoint. `--study=FOLDER` makes the table of a study from such files.
 """
 
+import glob
 import json
 import math
 import os
+import platform
+import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -16,9 +20,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse
-from model import SEQUENTIAL, Schedule
+from model import SEQUENTIAL, Schedule, count_flops, count_parameters
 from sample import find_checkpoint, load_model
-from train import Dataset, pick_device
+from train import Dataset, TrainConfig, pick_device
 
 
 @dataclass
@@ -33,7 +37,10 @@ class EvalConfig:
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default')
     results: str = key('', 'tasks: write the accuracies at the longest trained length to this JSON file')
-    figure: str = key('', 'tasks: draw accuracy against position, a line a checkpoint, to this PNG file')
+    figure: str = key(
+        '', 'tasks: draw accuracy against position to this PNG file; with study, bits per byte against operations'
+    )
+    study: str = key('', 'measure nothing; print the table of the results in this folder, NAME-SEED.json each')
     json: bool = key(False, 'also print one JSON object as the last line')
 
     def check(self):
@@ -136,9 +143,83 @@ def evaluate(path, config):
     score = score_text if data.is_text else score_task
     found = {name: score(model, data, split, schedule, config) for name, schedule in schedules(saved).items()}
     about = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
+    about |= provenance(path, model, checkpoint, data)
     if not data.is_text:  # the dataset of the training, not of this measurement, says what was trained
         about['trained_length'] = max(int(n) for n in checkpoint['meta']['settings']['steps'].split('-'))
+    name = f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json'
+    with open(os.path.join(os.path.dirname(path), name), 'w', encoding='utf-8') as f:
+        json.dump(about | found, f, indent=1)
     return about | found
+
+
+def provenance(path, model, checkpoint, data):
+    """What produced a checkpoint: its settings, its cost in operations and seconds, the code, the data and the machine."""
+    config = TrainConfig(**checkpoint['config'])
+    defaults = asdict(TrainConfig())
+    flops = count_flops(model, config, config.block_size)
+    tokens = config.batch_size * config.block_size
+    seconds, last = 0.0, 0
+    log = os.path.join(os.path.dirname(path), 'log.jsonl')
+    if os.path.exists(log):
+        with open(log, encoding='utf-8') as f:
+            for line in map(json.loads, f):
+                if 'tokens_per_s' in line:
+                    seconds, last = seconds + (line['step'] - last) * tokens / line['tokens_per_s'], line['step']
+    revision = subprocess.run(
+        ['git', '-C', os.path.dirname(os.path.abspath(__file__)), 'rev-parse', 'HEAD'], capture_output=True, text=True
+    )
+    return {
+        'settings': {k: v for k, v in asdict(config).items() if v != defaults[k]},
+        'parameters': sum(count_parameters(model).values()),
+        'training_flops': flops['step'] * tokens * checkpoint['step'],
+        'step_flops_ratio': flops['step'] / flops['plain_step'],
+        'training_seconds': round(seconds, 1),
+        'revision': revision.stdout.strip() or None,
+        'data_sha256': {name: of['sha256'] for name, of in data.meta['splits'].items()},
+        'machine': f'{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}',
+    }
+
+
+def read_study(folder):
+    """{cell: [what evaluate returned, a seed each]} of the files NAME-SEED.json in `folder`; raises ConfigError for none."""
+    cells = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), '*-*.json'))):
+        with open(path, encoding='utf-8') as f:
+            cells.setdefault(os.path.basename(path).rpartition('-')[0], []).append(json.load(f))
+    if not cells:
+        raise ConfigError(f'study={folder} holds no results; files there are called NAME-SEED.json.')
+    return cells
+
+
+def report_study(cells, figure):
+    """A table in Markdown of bits per byte (mean over seeds) against cost; and the same as a figure."""
+    rows = []
+    for cell, runs in cells.items():
+        exact = [run.get('exact', run['training'])['bits_per_byte'] for run in runs]
+        trained = [run['training']['bits_per_byte'] for run in runs]
+        cost = runs[0]['training_flops'], np.mean([run['training_seconds'] for run in runs])
+        rows.append((cell, np.mean(trained), np.mean(exact), max(exact) - min(exact), *cost, runs[0]['parameters'], len(runs)))
+    rows.sort(key=lambda row: row[2])
+    print('| cell | training schedule | exact decoding | spread of seeds | operations, 1e12 | seconds | parameters | seeds |')
+    print('| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |')
+    for cell, trained, exact, spread, flops, seconds, parameters, seeds in rows:
+        print(
+            f'| {cell} | {trained:.4f} | {exact:.4f} | {spread:.4f} | {flops / 1e12:,.0f} | {seconds:.0f} | {parameters:,} | '
+            f'{seeds} |'
+        )
+    if figure:
+        plt = pyplot()
+        picture, panel = plt.subplots(figsize=(7, 4.6))
+        for i, family in enumerate(sorted({row[0].split('-')[0] for row in rows})):
+            mine = sorted((row[4] / 1e12, row[2], row[0]) for row in rows if row[0].split('-')[0] == family)
+            joined = '-' if family == 'plain' else ''
+            panel.plot(*zip(*(m[:2] for m in mine), strict=True), joined + 'osD^v'[i % 5], color=COLOURS[i % 7], label=family)
+            for x, y, cell in mine:
+                panel.annotate(cell.partition('-')[2], (x, y), fontsize=7, textcoords='offset points', xytext=(5, 3))
+        panel.set(xscale='log', xlabel='operations of the training (1e12)', ylabel='bits per byte, exact decoding')
+        panel.legend()
+        picture.tight_layout()
+        picture.savefig(figure, dpi=150)
 
 
 def report(found):
@@ -164,21 +245,30 @@ def summary(found):
     return state | {name: f['by_length'].get(n) for name, f in scores.items() if name != 'state'}
 
 
-def draw(results, path):
-    """Accuracy of decoding against the step, one panel a score, one line a checkpoint."""
+COLOURS = 'C0 C1 C2 C4 C5 C7 C8'.split()
+
+
+def pyplot():
+    """matplotlib.pyplot, drawing to files; raises ConfigError where it is not installed."""
     try:
         import matplotlib
     except ImportError:
         raise ConfigError('figure needs matplotlib; install it with pip install matplotlib.') from None
     matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot
 
+    return matplotlib.pyplot
+
+
+def draw(results, path):
+    """Accuracy of decoding against the step, one panel a score, one line a checkpoint."""
+    plt = pyplot()
     names = list(next(iter(results.values()))['training'])
     figure, panels = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False)
     for panel, name in zip(panels[0], names, strict=True):
         for i, (label, found) in enumerate(results.items()):
             points = found.get('exact', found['training'])[name]['by_position']
-            style = dict(marker='osD^v<>'[i % 7], color='C0 C1 C2 C4 C5 C7 C8'.split()[i % 7], markersize=4)
+            style = dict(marker='osD^v<>'[i % 7], color=COLOURS[i % 7], markersize=4)
             panel.plot(list(points), list(points.values()), label=label, **style)
         panel.axvline(found['trained_length'] + 0.5, color='0.6', linestyle=':', linewidth=1)
         panel.set(xlabel='step of the example', title=name, ylim=(-0.03, 1.03))
@@ -193,6 +283,8 @@ def main(argv):
     if config.threads:
         torch.set_num_threads(config.threads)
     try:
+        if config.study:
+            return report_study(read_study(config.study), config.figure)
         results = {}
         for part in config.ckpt.split(','):
             path = find_checkpoint(part.strip())

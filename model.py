@@ -10,7 +10,6 @@ Shapes: B sequences, T positions, n positions of one pass, D = n_embd, H query h
 
 import math
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -40,11 +39,13 @@ class GPTConfig:
     recurrence: str = key('none', 'the latent memory', ('none', 't2mlr', 'lrt'))
     l_start: int = key(2, 'T2MLR: first layer of the span, which reads the memory')
     l_end: int = key(3, 'T2MLR: last layer of the span (inclusive), which writes the memory')
+    n_loop: int = key(1, 'times the layers l_start..l_end run in depth; above 1 a looped transformer')
     cache_residual: str = key(
         'on', 'T2MLR: R_t = RMSNorm(y + R_{t-1}); or without gradient, or without R', ('on', 'detached', 'off')
     )
     detach_memory: bool = key(False, 'T2MLR: no gradient flows through the memory wherever it is read')
     gamma_init: float = key(0.0, 'T2MLR: start of gamma_cur and gamma_rec; at 0 the model starts as the plain transformer')
+    gamma_per_channel: bool = key(False, 'T2MLR: a gamma_cur and a gamma_rec for each channel instead of one each')
     source_layer: int = key(3, 'LRT: layer whose output is the memory; -1 is the final layer')
     memory_projection: str = key(
         'shared', 'LRT: W_K, W_V for all layers, for each layer, or none', ('shared', 'layerwise', 'none')
@@ -68,17 +69,29 @@ class GPTConfig:
         return self.n_hidden or default
 
     @property
+    def stack(self):
+        """The layers in the order in which they run. Loops aside, depth i of the stack is layer i."""
+        layers, start, stop = list(range(self.n_layer)), self.l_start, self.l_end + 1
+        return layers if self.n_loop == 1 else layers[:start] + layers[start:stop] * self.n_loop + layers[stop:]
+
+    @property
     def span(self):
-        """Layers of the span as a range: those a pass recomputes."""
-        return {
-            'none': range(self.n_layer, self.n_layer),
-            't2mlr': range(self.l_start, self.l_end + 1),
-            'lrt': range(self.n_layer),
-        }[self.recurrence]
+        """Depths of the stack that a pass recomputes, as a range."""
+        depth = len(self.stack)
+        if self.recurrence == 't2mlr':
+            return range(self.l_start, self.l_start + (self.l_end + 1 - self.l_start) * self.n_loop)
+        return range(depth) if self.recurrence == 'lrt' else range(depth, depth)
+
+    @property
+    def source(self):
+        """The depth whose output is the memory: the end of T2MLR's span; LRT's source layer, the last time that it runs."""
+        if self.recurrence == 'lrt':
+            return max(depth for depth, layer in enumerate(self.stack) if layer == self.source_layer % self.n_layer)
+        return self.span.stop - 1
 
     def check(self):
         """Raises ConfigError, one sentence, for what cannot be built."""
-        for name in ('block_size', 'n_layer', 'n_head', 'n_embd'):
+        for name in ('block_size', 'n_layer', 'n_head', 'n_embd', 'n_loop'):
             if getattr(self, name) < 1:
                 raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
         for name in ('vocab_size', 'n_kv_head', 'n_hidden'):
@@ -97,7 +110,7 @@ class GPTConfig:
                 f'n_embd={self.n_embd} over n_head={self.n_head} gives heads of {self.head_dim} channels, an odd number that '
                 f'rotary positions cannot pair; take n_embd={(self.head_dim + 1) * self.n_head} or positional=none.'
             )
-        if self.recurrence == 't2mlr':
+        if self.recurrence == 't2mlr' or self.n_loop > 1:
             for name in ('l_start', 'l_end'):
                 if not 0 <= getattr(self, name) < self.n_layer:
                     raise ConfigError(
@@ -117,10 +130,10 @@ class GPTConfig:
                     'memory_projection=none with residual_injection=False leaves LRT no way to read its memory; '
                     'switch one on or take recurrence=none.'
                 )
-        if self.architecture == 'lstm' and (self.recurrence != 'none' or self.reset_token >= 0):
+        if self.architecture == 'lstm' and (self.recurrence, self.reset_token, self.n_loop) != ('none', -1, 1):
             raise ConfigError(
-                f'architecture=lstm has its own memory and takes recurrence=none and reset_token=-1, '
-                f'not recurrence={self.recurrence}, reset_token={self.reset_token}.'
+                f'architecture=lstm has its own memory and takes recurrence=none, reset_token=-1 and n_loop=1, '
+                f'not recurrence={self.recurrence}, reset_token={self.reset_token}, n_loop={self.n_loop}.'
             )
         if self.reset_token < -1 or (self.vocab_size and self.reset_token >= self.vocab_size):
             raise ConfigError(
@@ -143,6 +156,7 @@ class Schedule:
     )
     d_forward: int = key(16, 'jacobi: passes over all positions after the initial one')
     d_backward: int = key(4, 'jacobi: how many of the d_forward + 1 passes, from the last, carry gradient')
+    jacobi_tol: float = key(0.0, 'jacobi: the passes without gradient end when the span moves by less than this share; 0 never')
     n_subsets: int = key(2, 'interleaved: S, pass i recomputes the positions p with p mod S = i')
     chunk_size: int = key(64, 'chunked: positions in a chunk')
     pass_weights: tuple = key((), 'LRT: weight of the loss of each scored pass, the initial one first; empty means equal')
@@ -152,6 +166,8 @@ class Schedule:
         for name, low in (('d_forward', 0), ('d_backward', 1), ('n_subsets', 1), ('chunk_size', 1)):
             if getattr(self, name) < low:
                 raise ConfigError(f'{name}={getattr(self, name)} must be at least {low}.')
+        if self.jacobi_tol < 0:
+            raise ConfigError(f'jacobi_tol={self.jacobi_tol} must not be negative.')
         if self.schedule == 'jacobi' and self.d_backward > self.d_forward + 1:
             raise ConfigError(
                 f'd_backward={self.d_backward} is more than the d_forward + 1 = {self.d_forward + 1} passes there are; '
@@ -203,7 +219,7 @@ PARALLEL, SEQUENTIAL = Schedule(), Schedule(schedule='sequential')
 class State:
     """What decoding keeps between tokens. Rows of a batch end at the same slot; a shorter one starts later."""
 
-    kv: list  # per layer, keys and values: two (B, G, block_size, d)
+    kv: list  # for each depth of the stack, keys and values: two (B, G, block_size, d)
     memory: torch.Tensor  # (B, 1, D): the memory that the next token reads; the LSTM keeps (h, c)
     position: torch.Tensor  # (1,): the slot of the next token
     start: torch.Tensor  # (B,): the slot of each row's first token; slots before it are padding
@@ -259,6 +275,14 @@ def merge(newest, T):
         total += len(positions)
     y = torch.cat([out for _, out in newest], 1)
     return y if row == list(range(total)) else y[:, torch.tensor(row, device=y.device)]
+
+
+@torch.no_grad()
+def largest_change(before, old, positions, new):
+    """max over rows and positions of |new - old| / |new|: two outputs (B, n, D) that both end at the last position."""
+    common = min(len(before), len(positions))
+    old, new = old[:, -common:], new[:, -common:]
+    return ((new - old).norm(dim=-1) / new.norm(dim=-1).clamp(min=torch.finfo(new.dtype).tiny)).max()
 
 
 def rms_norm(config, width):
@@ -378,8 +402,8 @@ class TemporalFusion(nn.Module):
     def __init__(self, config):
         super().__init__()
         D = config.n_embd
-        self.gamma_cur = nn.Parameter(torch.empty(()))
-        self.gamma_rec = nn.Parameter(torch.empty(()))
+        self.gamma_cur = nn.Parameter(torch.empty(D if config.gamma_per_channel else ()))
+        self.gamma_rec = nn.Parameter(torch.empty(D if config.gamma_per_channel else ()))
         self.f_cur = nn.Linear(2 * D, D)
         self.f_rec = nn.Linear(2 * D, D)
         self.w_rec = nn.Linear(D, D, bias=False)
@@ -407,14 +431,14 @@ class LatentMemory(nn.Module):
         pairs = {'shared': 1, 'layerwise': config.n_layer, 'none': 0}[config.memory_projection]
         self.w_k = nn.ModuleList(nn.Linear(config.n_embd, config.kv_dim, bias=False) for _ in range(pairs))
         self.w_v = nn.ModuleList(nn.Linear(config.n_embd, config.kv_dim, bias=False) for _ in range(pairs))
-        self.shared = config.memory_projection == 'shared'
+        self.n_layer = config.n_layer
 
     def forward(self, m):
-        """m (B, n, D) -> an iterator over the layers of (W_K m, W_V m), two (B, n, G d); of None where nothing is read."""
+        """m (B, n, D) -> for each layer (W_K m, W_V m), two (B, n, G d), or None where nothing is read."""
         if m is None or not self.w_k:
-            return repeat(None)
-        pairs = ((w_k(m), w_v(m)) for w_k, w_v in zip(self.w_k, self.w_v, strict=True))
-        return repeat(next(pairs)) if self.shared else pairs
+            return [None] * self.n_layer
+        pairs = [(w_k(m), w_v(m)) for w_k, w_v in zip(self.w_k, self.w_v, strict=True)]
+        return pairs * (self.n_layer // len(pairs))
 
 
 def has_value_embedding(config, layer):
@@ -465,7 +489,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         self.softcap = 15.0 if config.family == 'nanochat' else None
         self.eps = config.norm_eps if config.family == 'llama' else None
-        self.source = config.l_end if config.recurrence == 't2mlr' else config.source_layer % config.n_layer
+        self.stack, self.source = config.stack, config.source
         self.scores_every_pass = config.recurrence == 'lrt'
         if self.embed.weight.device.type != 'meta':
             self.init_weights()
@@ -534,12 +558,12 @@ class GPT(nn.Module):
             module.compile(dynamic=False)
 
     def new_kv(self, B, slots):
-        """Empty buffers: per layer, two (B, G, slots, d) in the type that keys and values have here."""
+        """Empty buffers: for each depth of the stack, two (B, G, slots, d) in the type that keys and values have here."""
         weight, c = self.embed.weight, self.config
         device = weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         shape = (B, c.kv_dim // c.head_dim, slots, c.head_dim)
-        return [tuple(torch.zeros(shape, dtype=dtype, device=weight.device) for _ in 'kv') for _ in self.blocks]
+        return [tuple(torch.zeros(shape, dtype=dtype, device=weight.device) for _ in 'kv') for _ in self.stack]
 
     def new_state(self, B, start=None):
         """The state before the first token, for B rows. start (B,): slots of padding before each row's first token."""
@@ -579,19 +603,20 @@ class GPT(nn.Module):
         cos, sin = (None if t is None else t[slots].unsqueeze(-2) for t in (self.cos, self.sin))
         return Site(None if state is None else slots, x0, values, cos, sin, mask, recurs, keep), first
 
-    def run(self, layers, x, site, kv, m=None):
-        """`layers` (a range) at `site`: x (B, n, D) -> output (B, n, D), output of the source layer or None.
+    def run(self, depths, x, site, kv, m=None):
+        """The stack at `depths` (a range) and `site`: x (B, n, D) -> output (B, n, D), output of the source or None.
 
-        m (B, n, D): memory for the LRT pathways. kv: newest keys and values of every layer, replaced in the list.
+        m (B, n, D): memory for the LRT pathways. kv: newest keys and values of every depth, replaced in the list.
         """
         source = None
-        projections = self.memory(m) if self.memory is not None else repeat(None)
-        for layer, memory in zip(layers, projections, strict=False):
-            buffers = None if site.index is None else kv[layer]
-            x, kv[layer] = self.blocks[layer](
-                x, site.x0, m, memory, site.values[layer], site.cos, site.sin, site.index, site.mask, buffers
+        projections = self.memory(m) if self.memory is not None else [None] * self.config.n_layer
+        for depth in depths:
+            layer = self.stack[depth]
+            buffers = None if site.index is None else kv[depth]
+            x, kv[depth] = self.blocks[layer](
+                x, site.x0, m, projections[layer], site.values[layer], site.cos, site.sin, site.index, site.mask, buffers
             )
-            if layer == self.source:
+            if depth == self.source:
                 source = x
         return x, source
 
@@ -623,13 +648,14 @@ class GPT(nn.Module):
         """The positions of each pass whose output is scored: all with gradient (LRT), or the merged result (T2MLR, plain)."""
         return schedule.passes(T)[-schedule.n_graded(T) :] if self.scores_every_pass else [range(T)]
 
-    def forward(self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None):
+    def forward(self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None, changes=None):
         """Runs `tokens` (B, T) under `schedule`, after what `state` holds if there is one (then without gradient).
 
         Without targets: logits (B, T, vocab_size) of the newest output at every position.
         With targets (B, T), -1 where nothing is scored: the loss, and the mean of each scored pass, (passes,). counts
         (passes,): scored positions of each pass in the whole update, when this batch is only a part of it.
-        recur_mask (B, T), bool: where False a token reads no memory. Raises ValueError for T above block_size.
+        recur_mask (B, T), bool: where False a token reads no memory. changes: a list that receives, for each pass of `jacobi`
+        after the initial one, the largest relative change of the span's output. Raises ValueError for T above block_size.
         """
         B, T = tokens.shape
         c = self.config
@@ -638,17 +664,17 @@ class GPT(nn.Module):
         grad = torch.is_grad_enabled() and state is None
         with torch.set_grad_enabled(grad):
             site, first = self.site(tokens, recur_mask, state)
-            kv = [None] * c.n_layer if state is None else state.kv
+            kv = [None] * len(self.stack) if state is None else state.kv
             h, _ = self.run(range(c.span.start), site.x0, site, kv)
             outputs, y = [], h
             if c.recurrence != 'none':
                 reads_from = 0
                 if recur_mask is not None and recur_mask.device.type == 'cpu':  # elsewhere the question would cost a wait
                     reads_from = int(recur_mask.any(0).int().argmax())
-                outputs, y, memory = self.solve(h, site, schedule, reads_from, kv, state)
+                outputs, y, memory = self.solve(h, site, schedule, reads_from, kv, state, changes)
                 if state is not None:
                     state.memory = memory[:, -1:]
-            y, _ = self.run(range(c.span.stop, c.n_layer), y, site, kv)
+            y, _ = self.run(range(c.span.stop, len(self.stack)), y, site, kv)
             if state is not None:
                 state.position = state.position + T
                 state.first = torch.maximum(first[:, -1], state.start)  # a document token in the padding opens nothing
@@ -665,7 +691,7 @@ class GPT(nn.Module):
             weights = schedule.pass_weights[: len(passes)] or (1.0,) * len(passes)
             return weighted_loss(sums, counts, torch.tensor(weights, dtype=sums.dtype, device=sums.device))
 
-    def solve(self, h, site, schedule, reads_from, kv, state):
+    def solve(self, h, site, schedule, reads_from, kv, state, changes):
         """The passes of a schedule over the span: h (B, T, D) -> outputs of the passes with gradient, the newest output of
         every position (B, T, D), and the memory (B, T + 1, D), shifted: slot p is what position p reads."""
         B, T, D = h.shape
@@ -676,8 +702,12 @@ class GPT(nn.Module):
             kv[:] = self.new_kv(B, T)
         outputs, newest = [], []
         passes = schedule.passes(T, reads_from)
+        measured, settled = schedule.schedule == 'jacobi' and (changes is not None or schedule.jacobi_tol), False
         for number, positions in enumerate(passes):
             graded = number >= len(passes) - schedule.n_graded(T)
+            if settled and not graded:
+                continue
+            last = newest[-1] if newest else None
             with torch.set_grad_enabled(torch.is_grad_enabled() and graded):
                 if len(positions) == T:
                     y, written = self.span(h, local, site, kv, None if memory is None else memory[:, :-1])
@@ -690,6 +720,11 @@ class GPT(nn.Module):
                     newest.append((positions, y))
                 if graded:
                     outputs.append(y)
+            if measured and last is not None:
+                change = largest_change(*last, positions, y)
+                settled = bool(schedule.jacobi_tol) and bool(change < schedule.jacobi_tol)
+                if changes is not None:
+                    changes.append(change)
         return outputs, merge(newest, T), memory
 
 
@@ -718,7 +753,7 @@ class LSTM(nn.Module):
         zero = torch.zeros(self.config.n_layer, B, self.config.n_embd, dtype=weight.dtype, device=weight.device)
         return State([], (zero, zero), torch.zeros(1, dtype=torch.long, device=weight.device), start, start)
 
-    def forward(self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None):
+    def forward(self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None, changes=None):
         """As GPT.forward; the schedule and recur_mask have no meaning here, since the layers recur by themselves."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and state is None):
             if state is None:
@@ -772,34 +807,38 @@ def count_flops(model, schedule, T):
     twice its forward, in attention 2.5 times. Weights may be on the meta device.
     """
     c = model.config
-    D, V, L = c.n_embd, c.vocab_size, c.n_layer
-    head = 2 * D * V
+    D, head = c.n_embd, 2 * c.n_embd * c.vocab_size
     if c.architecture == 'lstm':
         forward = head + 2 * sum(p.numel() for n, p in model.named_parameters() if n.startswith('lstm.weight'))
         return {'forward': forward, 'step': 3 * forward, 'decode': forward, 'plain_forward': forward, 'plain_step': 3 * forward}
-    weights = {name: p.numel() for name, p in model.blocks.named_parameters() if p.dim() == 2}
-    layer = 2 * sum(n for name, n in weights.items() if not is_recurrence(name)) / L  # value gates may differ by layer
-    gates = 2 * sum(n for name, n in weights.items() if is_recurrence(name)) / L
-    attention = 4 * T * D
-    span, outside = len(c.span), L - len(c.span)
+    plain, gates = [], []  # of each layer's matrices; the gates are those of the memory
+    for block in model.blocks:
+        weights = [(is_recurrence(name), 2 * p.numel()) for name, p in block.named_parameters() if p.dim() == 2]
+        plain.append(sum(n for added, n in weights if not added))
+        gates.append(sum(n for added, n in weights if added))
+    attention, span = 4 * T * D, c.span
+    inside = sum(plain[layer] + gates[layer] for layer in c.stack[span.start : span.stop])
+    outside = sum(plain[layer] for layer in c.stack) - sum(plain[layer] for layer in c.stack[span.start : span.stop])
     local = 8 * D * D if model.fusion is not None else 0
     reading = 6 * D * D if model.fusion is not None else 0
     if model.memory is not None:
         reading = 2 * sum(p.numel() for p in model.memory.parameters())
     cost = {'forward': 0.0, 'step': 0.0}
     passes = schedule.passes(T) if span else []
+    first = len(passes) - schedule.n_graded(T)
     for number, positions in enumerate(passes):
-        reads = number > 0 or not schedule.initial
-        linear = span * (layer + gates) + reading * reads
-        graded = number >= len(passes) - schedule.n_graded(T)
-        cost['forward'] += len(positions) * (linear + span * attention)
-        cost['step'] += len(positions) * (linear * (3 if graded else 1) + span * attention * (3.5 if graded else 1))
+        linear = inside + reading * (number > 0 or not schedule.initial)
+        cost['forward'] += len(positions) * (linear + len(span) * attention)
+        if number < first:
+            cost['step'] += len(positions) * (linear + len(span) * attention)
+        else:  # the memory that the first pass with gradient reads has none
+            cost['step'] += len(positions) * (linear * 3 - reading * (number == first > 0) + len(span) * attention * 3.5)
     scored = sum(len(p) for p in model.scored_passes(schedule, T))
-    linear = outside * layer + local
+    beyond = (len(c.stack) - len(span)) * attention
     return {
-        'forward': (cost['forward'] + scored * head) / T + linear + outside * attention,
-        'step': (cost['step'] + scored * head * 3) / T + linear * 3 + outside * attention * 3.5,
-        'decode': L * (layer + gates + attention) + local + reading + head,
-        'plain_forward': L * (layer + attention) + head,
-        'plain_step': L * (layer * 3 + attention * 3.5) + head * 3,
+        'forward': (cost['forward'] + scored * head) / T + outside + local + beyond,
+        'step': (cost['step'] + scored * head * 3) / T + (outside + local) * 3 + beyond * 3.5,
+        'decode': inside + outside + len(c.stack) * attention + local + reading + head,
+        'plain_forward': sum(plain) + c.n_layer * attention + head,
+        'plain_step': sum(plain) * 3 + c.n_layer * attention * 3.5 + head * 3,
     }

@@ -35,6 +35,8 @@ class TrainConfig(Schedule, GPTConfig):
         'scratch', 'scratch, resume (out_dir must hold a checkpoint), auto (either)', ('scratch', 'resume', 'auto')
     )
     max_steps: int = key(2000, 'updates')
+    d_forward_start: int = key(-1, 'jacobi: d_forward at the first update, growing to d_forward; -1 has all of it at once')
+    d_forward_steps: int = key(0, 'jacobi: update at which a growing d_forward has reached its full value')
     batch_size: int = key(32, 'sequences per update, over all processes and micro-batches')
     accumulation: int = key(1, 'micro-batches per update in each process')
     optimizer: str = key('adamw', 'adamw, or muon for matrices and adamw for the rest', ('adamw', 'muon'))
@@ -77,8 +79,13 @@ class TrainConfig(Schedule, GPTConfig):
             raise ConfigError(
                 f'pass_weights={self.pass_weights} weighs the passes of LRT; recurrence={self.recurrence} is scored once.'
             )
+        if self.d_forward_start < -1:
+            raise ConfigError(f'd_forward_start={self.d_forward_start} must be at least -1, which switches growth off.')
         positive = ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval')
-        for names, low in ((positive, 1), (('warmup_steps', 'decay_steps', 'eval_exact_batches', 'threads', 'seed'), 0)):
+        for names, low in (
+            (positive, 1),
+            (('warmup_steps', 'decay_steps', 'd_forward_steps', 'eval_exact_batches', 'threads', 'seed'), 0),
+        ):
             for name in names:
                 if getattr(self, name) < low:
                     raise ConfigError(f'{name}={getattr(self, name)} must be at least {low}.')
@@ -95,6 +102,19 @@ class TrainConfig(Schedule, GPTConfig):
             raise ConfigError(
                 f'warmup_steps={self.warmup_steps} is above the {end} updates of the schedule; take {end} or less.'
             )
+        if self.d_forward_start >= 0:
+            if self.schedule != 'jacobi' or not self.d_forward_start < self.d_forward:
+                raise ConfigError(
+                    f'd_forward_start={self.d_forward_start} grows to a larger d_forward under schedule=jacobi, '
+                    f'not with d_forward={self.d_forward} under schedule={self.schedule}; -1 switches growth off.'
+                )
+            if self.d_forward_steps < 1:
+                raise ConfigError(f'd_forward_steps={self.d_forward_steps} must be at least 1 when d_forward_start is given.')
+            if self.pass_weights or (self.freeze_base and not self.d_forward_start):
+                raise ConfigError(
+                    f'd_forward_start={self.d_forward_start} fits neither pass_weights, whose number is fixed, nor, at 0, '
+                    f'freeze_base, because a pass without memory trains nothing that the recurrence adds.'
+                )
         if self.seed >= 2**63:
             raise ConfigError(f'seed={self.seed} must be below 2^63.')
         if self.freeze_base and self.recurrence == 'none':
@@ -233,6 +253,15 @@ def learning_rate(config, step):
     done = min(max((step + 1 - start) / (end - start), 0.0), 1.0) if end > start else 0.0
     left = 0.5 * (1 + math.cos(math.pi * done)) if config.lr_schedule == 'cosine' else 1 - done
     return peak * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)
+
+
+def schedule_at(config, step):
+    """The schedule of update `step`, counted from 0: that of the config, unless its d_forward is still growing."""
+    if config.d_forward_start < 0 or step >= config.d_forward_steps:
+        return config
+    grown = config.d_forward_start + (config.d_forward - config.d_forward_start) * step // config.d_forward_steps
+    values = {f.name: getattr(config, f.name) for f in fields(Schedule)}
+    return Schedule(**values | {'d_forward': grown, 'd_backward': min(config.d_backward, grown + 1)})
 
 
 def is_matrix(name, parameter):
@@ -486,11 +515,11 @@ def train(config):
     if config.compile:
         raw.compile()
     T = data.length('train', config.block_size)
-    passes = raw.scored_passes(config, T)
     model = raw
     if world > 1:
-        # Only a schedule without a pass that reads the memory leaves parameters without gradient.
-        unused = config.recurrence != 'none' and config.initial and len(config.passes(T)) == 1
+        # Only a schedule without a pass that reads the memory leaves parameters without gradient, and growth begins with it.
+        starting = schedule_at(config, 0)
+        unused = config.recurrence != 'none' and config.initial and len(starting.passes(T)) == 1
         ids = [torch.device(device).index] if kind == 'cuda' else None
         model = DistributedDataParallel(raw, device_ids=ids, find_unused_parameters=unused)
 
@@ -533,16 +562,20 @@ def train(config):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group['lr'] = rate * group['scale']
+        schedule = schedule_at(config, step)
+        passes = raw.scored_passes(schedule, T)
+        final = step + 1 == config.max_steps
+        logged = (step + 1) % config.log_interval == 0 or final
         rows = data.rows('train', config.seed, step, config.batch_size, T)
         scored = data.scored('train', rows, T)
         counts = torch.tensor([scored[p.start : p.stop : p.step].sum() for p in passes], device=device)
         mine = rows[rank * micro * config.accumulation :]
-        loss, means = 0.0, 0.0
+        loss, means, changes = 0.0, 0.0, [] if logged and first and config.recurrence != 'none' else None
         for i in range(config.accumulation):
             x, y, mask = data.batch('train', mine[i * micro : (i + 1) * micro], T, device)
             last = i == config.accumulation - 1
             with contextlib.nullcontext() if last or world == 1 else model.no_sync(), autocast():
-                part, part_means = model(x, y, config, mask, counts)
+                part, part_means = model(x, y, schedule, mask, counts, changes=None if i else changes)
                 (part * world).backward()  # counts are those of the whole update; DDP averages what is to be summed
             loss, means = loss + part.detach(), means + part_means
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip or math.inf)
@@ -552,8 +585,7 @@ def train(config):
         bar.update()
 
         done = step + 1
-        final = done == config.max_steps
-        if done % config.log_interval == 0 or final:
+        if logged:
             values = torch.cat((loss[None], means))
             interrupted = torch.tensor([float(len(stop) > 0)], device=device)
             if world > 1:
@@ -571,6 +603,7 @@ def train(config):
                     'lr': rate,
                     'tokens_per_s': round(tokens, 1),
                 }
+                | ({'changes': [round(c.item(), 6) for c in changes]} if changes else {})
             )
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
         else:
@@ -580,7 +613,7 @@ def train(config):
         if bool(interrupted):
             break
         if done % config.eval_interval == 0 or final:
-            found = {'training schedule': evaluate(raw, data, config, config, config.eval_batches, **shared)}
+            found = {'training schedule': evaluate(raw, data, config, schedule, config.eval_batches, **shared)}
             if config.eval_exact_batches and config.recurrence != 'none':
                 found['exact'] = evaluate(raw, data, config, SEQUENTIAL, config.eval_exact_batches, **shared)
             best = min(best, found['training schedule'].get('loss', math.inf))

@@ -59,6 +59,8 @@ def draw_config(rng, **fixed):
         'l_start': l_start,
         'l_end': rng.randrange(l_start, n_layer),
         'cache_residual': rng.choice(('on', 'on', 'detached', 'off')),
+        'n_loop': rng.choice((1, 1, 2, 3)),
+        'gamma_per_channel': rng.random() < 0.5,
         'detach_memory': rng.random() < 0.2,
         'source_layer': rng.randrange(-1, n_layer),
         'memory_projection': projection,
@@ -105,7 +107,7 @@ def draw_schedule(seed, T, name):
     d_backward = rng.randint(1, d_forward + 1)
     scored = {'jacobi': d_backward, 'interleaved': n_subsets + 1}.get(name, 1)
     weights = tuple(rng.choice((0.5, 1.0, 3.0)) for _ in range(scored)) if scored > 1 and rng.random() < 0.5 else ()
-    return Schedule(name, d_forward, d_backward, n_subsets, rng.randint(1, T + 1), weights)
+    return Schedule(name, d_forward, d_backward, n_subsets=n_subsets, chunk_size=rng.randint(1, T + 1), pass_weights=weights)
 
 
 def gradients(model, loss):
@@ -151,7 +153,9 @@ def oracle_row(c, W, tokens, recurs, schedule):
     eps = torch.finfo(torch.float64).eps if nanochat else c.norm_eps
     opens = [c.reset_token >= 0 and token == c.reset_token for token in tokens]
     zero = torch.zeros(D, dtype=torch.float64)
-    keys, values = [[None] * T for _ in range(L)], [[None] * T for _ in range(L)]
+    looped = list(range(c.l_start, c.l_end + 1)) * c.n_loop
+    stack = [*range(c.l_start), *looped, *range(c.l_end + 1, L)]
+    keys, values = [[None] * T for _ in stack], [[None] * T for _ in stack]
 
     def norm(x, weight=None):
         x = x / ((x * x).sum() / x.numel() + eps).sqrt()
@@ -165,7 +169,8 @@ def oracle_row(c, W, tokens, recurs, schedule):
             matrix[i, i + d // 2], matrix[i + d // 2, i] = -math.sin(angle), math.sin(angle)
         return matrix
 
-    def layer(i, t, x, m):
+    def layer(depth, t, x, m):
+        i = stack[depth]
         b = f'blocks.{i}.'
         if nanochat:
             x = W[b + 'alpha'] * x + W[b + 'beta'] * x0[t]
@@ -185,14 +190,14 @@ def oracle_row(c, W, tokens, recurs, schedule):
         q, k = [turns[t] @ head for head in q], [turns[t] @ head for head in k]
         if nanochat:
             q, k = [norm(head) for head in q], [norm(head) for head in k]
-        keys[i][t], values[i][t] = k, v
+        keys[depth][t], values[depth][t] = k, v
         oldest = max([s for s in range(t + 1) if opens[s]], default=0) if c.document_attention else 0
         seen, heads = range(oldest, t + 1), []
         for h in range(H):
             g = h // (H // G)
-            scores = torch.stack([(q[h] * keys[i][s][g]).sum() for s in seen]) / math.sqrt(d)
+            scores = torch.stack([(q[h] * keys[depth][s][g]).sum() for s in seen]) / math.sqrt(d)
             shares = scores.exp() / scores.exp().sum()
-            heads.append(sum(share * values[i][s][g] for share, s in zip(shares, seen, strict=True)))
+            heads.append(sum(share * values[depth][s][g] for share, s in zip(shares, seen, strict=True)))
         x = x + W[b + 'attention.o.weight'] @ torch.cat(heads)
         a = norm(x, b + 'norm_mlp.weight')
         up = W[b + 'mlp.up.weight'] @ a
@@ -217,8 +222,8 @@ def oracle_row(c, W, tokens, recurs, schedule):
     turns = [turn(t) for t in range(T)]
     x0 = [W['embed.weight'][token] for token in tokens]
     x0 = [norm(x) for x in x0] if nanochat else x0
-    source = (c.source_layer + L) % L if c.source_layer < 0 else c.source_layer
-    first, last = {'t2mlr': (c.l_start, c.l_end), 'lrt': (0, L - 1), 'none': (0, -1)}[c.recurrence]
+    source = [depth for depth, i in enumerate(stack) if i == (L - 1 if c.source_layer < 0 else c.source_layer)][-1]
+    first, last = {'t2mlr': (c.l_start, c.l_start + len(looped) - 1), 'lrt': (0, len(stack) - 1), 'none': (0, -1)}[c.recurrence]
     h = []
     for t in range(T):
         h.append(x0[t])
@@ -245,7 +250,7 @@ def oracle_row(c, W, tokens, recurs, schedule):
             scored.append((positions, torch.stack([logits(newest[t]) for t in positions])))
     if not lrt:
         for t in range(T):
-            for i in range(last + 1, L):
+            for i in range(last + 1, len(stack)):
                 newest[t] = layer(i, t, newest[t], None)
     final = torch.stack([logits(x) for x in newest])
     return scored if lrt else [(list(range(T)), final)], final, memory[-1]
@@ -434,7 +439,7 @@ def decode(model, tokens, recur_mask, state, rng, longest):
 
 def draw_decoder(seed, recurrence):
     if recurrence == 'lstm':
-        return draw_model(seed, architecture='lstm', recurrence='none', reset_token=-1, document_attention=False)
+        return draw_model(seed, architecture='lstm', recurrence='none', reset_token=-1, n_loop=1, document_attention=False)
     return draw_model(seed, recurrence=recurrence)
 
 
@@ -707,7 +712,7 @@ def test_extreme_batches_stay_finite(family, recurrence, name, document_attentio
 @each_recurrence
 @each_family
 def test_bfloat16_autocast(family, recurrence, name):
-    model = draw_model(4, family=family, recurrence=recurrence, n_layer=3).float()
+    model = draw_model(4, family=family, recurrence=recurrence, n_layer=3, n_loop=1).float()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.7 if p.dim() == 2 else 1.0)
