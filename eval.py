@@ -264,7 +264,7 @@ def draw(results, path):
     """Accuracy of decoding against the step, one panel a score, one line a checkpoint."""
     plt = pyplot()
     names = list(next(iter(results.values()))['training'])
-    figure, panels = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False, layout='constrained')
     for panel, name in zip(panels[0], names, strict=True):
         for i, (label, found) in enumerate(results.items()):
             points = found.get('exact', found['training'])[name]['by_position']
@@ -273,8 +273,7 @@ def draw(results, path):
         panel.axvline(found['trained_length'] + 0.5, color='0.6', linestyle=':', linewidth=1)
         panel.set(xlabel='step of the example', title=name, ylim=(-0.03, 1.03))
     panels[0][0].set_ylabel('accuracy (fraction)')
-    panels[0][-1].legend()
-    figure.tight_layout()
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc='outside upper center', ncols=len(results))
     figure.savefig(path, dpi=150)
 
 
