@@ -264,7 +264,9 @@ def draw(results, path):
     """Accuracy of decoding against the step, one panel a score, one line a checkpoint."""
     plt = pyplot()
     names = list(next(iter(results.values()))['training'])
-    figure, panels = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False, layout='constrained')
+    figure, panels = plt.subplots(
+        1, len(names), figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False, layout='constrained'
+    )
     for panel, name in zip(panels[0], names, strict=True):
         for i, (label, found) in enumerate(results.items()):
             points = found.get('exact', found['training'])[name]['by_position']

@@ -695,13 +695,13 @@ class GPT(nn.Module):
         """The passes of a schedule over the span: h (B, T, D) -> outputs of the passes with gradient, the newest output of
         every position (B, T, D), and the memory (B, T + 1, D), shifted: slot p is what position p reads."""
         B, T, D = h.shape
-        local = self.fusion.local(h) if self.fusion is not None else None
         before = h.new_zeros(B, 1, D) if state is None else state.memory
         memory = None if schedule.initial else F.pad(before, (0, 0, 0, T))  # what is not yet written reads as 0
         if memory is not None and state is None:
             kv[:] = self.new_kv(B, T)
         outputs, newest = [], []
         passes = schedule.passes(T, reads_from)
+        local = self.fusion.local(h) if self.fusion is not None and len(passes) > schedule.initial else None
         measured, settled = schedule.schedule == 'jacobi' and (changes is not None or schedule.jacobi_tol), False
         for number, positions in enumerate(passes):
             graded = number >= len(passes) - schedule.n_graded(T)
@@ -804,7 +804,7 @@ def count_flops(model, schedule, T):
     'decode' (one token at a full context); and 'plain_forward', 'plain_step', those of the same model without recurrence.
 
     A multiply-add counts as 2; matrix products only; attention counts every key it is given, causal or not. A backward costs
-    twice its forward, in attention 2.5 times. Weights may be on the meta device.
+    twice its forward. Weights may be on the meta device.
     """
     c = model.config
     D, head = c.n_embd, 2 * c.n_embd * c.vocab_size
@@ -819,12 +819,12 @@ def count_flops(model, schedule, T):
     attention, span = 4 * T * D, c.span
     inside = sum(plain[layer] + gates[layer] for layer in c.stack[span.start : span.stop])
     outside = sum(plain[layer] for layer in c.stack) - sum(plain[layer] for layer in c.stack[span.start : span.stop])
-    local = 8 * D * D if model.fusion is not None else 0
+    passes = schedule.passes(T) if span else []
+    local = 4 * D * D if model.fusion is not None else 0
     reading = 6 * D * D if model.fusion is not None else 0
     if model.memory is not None:
         reading = 2 * sum(p.numel() for p in model.memory.parameters())
     cost = {'forward': 0.0, 'step': 0.0}
-    passes = schedule.passes(T) if span else []
     first = len(passes) - schedule.n_graded(T)
     for number, positions in enumerate(passes):
         linear = inside + reading * (number > 0 or not schedule.initial)
@@ -832,13 +832,14 @@ def count_flops(model, schedule, T):
         if number < first:
             cost['step'] += len(positions) * (linear + len(span) * attention)
         else:  # the memory that the first pass with gradient reads has none
-            cost['step'] += len(positions) * (linear * 3 - reading * (number == first > 0) + len(span) * attention * 3.5)
+            cost['step'] += len(positions) * (linear * 3 - reading * (number == first > 0) + len(span) * attention * 3)
     scored = sum(len(p) for p in model.scored_passes(schedule, T))
+    fixed = outside + local * (len(passes) > schedule.initial)
     beyond = (len(c.stack) - len(span)) * attention
     return {
-        'forward': (cost['forward'] + scored * head) / T + outside + local + beyond,
-        'step': (cost['step'] + scored * head * 3) / T + (outside + local) * 3 + beyond * 3.5,
+        'forward': (cost['forward'] + scored * head) / T + fixed + beyond,
+        'step': (cost['step'] + scored * head * 3) / T + fixed * 3 + beyond * 3,
         'decode': inside + outside + len(c.stack) * attention + local + reading + head,
         'plain_forward': sum(plain) + c.n_layer * attention + head,
-        'plain_step': sum(plain) * 3 + c.n_layer * attention * 3.5 + head * 3,
+        'plain_step': sum(plain) * 3 + c.n_layer * attention * 3 + head * 3,
     }
