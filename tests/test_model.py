@@ -2,6 +2,7 @@
 causality, documents, decoding, identity at initialisation, gradients, the loss, numerics, and what a config refuses."""
 
 import copy
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -9,9 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import ConfigError
-from model import SEQUENTIAL, GPTConfig, Schedule, build, count_parameters, count_scored, is_recurrence
+from model import SEQUENTIAL, GPTConfig, Schedule, build, count_flops, count_parameters, count_scored, is_recurrence
 
 torch.set_num_threads(1)
 
@@ -628,6 +631,119 @@ def test_gradients_equal_finite_differences(family, recurrence):
         torch.testing.assert_close((losses[0] - losses[1]) / 2e-6, slope, rtol=1e-5, atol=1e-7)
 
 
+# Every variant that the config accepts
+
+GRIDS = {
+    'none': {},
+    't2mlr': {
+        'span': [(1, 1), (1, 2), (0, 2)],
+        'cache_residual': ['on', 'detached', 'off'],
+        'detach_memory': [False, True],
+        'gamma_per_channel': [False, True],
+    },
+    'lrt': {
+        'source_layer': [0, 1, -1],
+        'memory_projection': ['shared', 'layerwise', 'none'],
+        'residual_injection': [True, False],
+        'identity_init': [False, True],
+    },
+}
+COMMON = {'n_loop': [1, 2], 'value_embeddings': ['none', 'alternate', 'all'], 'document_attention': [False, True]}
+
+
+@each_family
+@each_recurrence
+def test_the_laws_hold_for_every_variant(recurrence, family):
+    """The grid of all options: every schedule that is exact equals the sequential one, which equals decoding; under none does
+    an output depend on a later token. What has no meaning is refused."""
+    T, seed, refused = 5, 0, 0
+    options = GRIDS[recurrence] | COMMON
+    for values in itertools.product(*options.values()):
+        variant = dict(zip(options, values, strict=True))
+        variant['l_start'], variant['l_end'] = variant.pop('span', (1, 2))
+        if variant.get('memory_projection') == 'none' and not variant['residual_injection']:
+            with pytest.raises(ConfigError):
+                GPTConfig(vocab_size=VOCAB, n_layer=3, recurrence='lrt', **variant).check()
+            refused += 1
+            continue
+        fixed = {'family': family, 'recurrence': recurrence, 'n_layer': 3, 'n_embd': 8, 'n_head': 2, 'n_kv_head': 1}
+        seed += 1
+        model = draw_model(seed, **fixed | variant | {'reset_token': RESET, 'positional': 'rope'})
+        tokens, _, recur_mask = draw_batch(seed, T, 2)
+        later = tokens.clone()
+        later[:, 3:] = (later[:, 3:] + 1) % VOCAB
+        with torch.no_grad():
+            exact = model(tokens, schedule=SEQUENTIAL, recur_mask=recur_mask)
+            close(decode(model, tokens, recur_mask, model.new_state(2), random.Random(seed), 2), exact)
+            for schedule in (
+                Schedule('jacobi', T, 2),
+                Schedule('interleaved', n_subsets=T),
+                Schedule('chunked', chunk_size=1),
+            ):
+                close(model(tokens, schedule=schedule, recur_mask=recur_mask), exact)
+            for schedule in (
+                Schedule('parallel'),
+                Schedule('jacobi', 2, 1),
+                Schedule('interleaved', n_subsets=2),
+                Schedule('chunked', chunk_size=2),
+            ):
+                a, b = (model(x, schedule=schedule, recur_mask=recur_mask)[:, :3] for x in (tokens, later))
+                assert torch.equal(a, b)
+    assert refused == {'lrt': 72}.get(recurrence, 0)
+
+
+# Fixed-point iterations that watch themselves
+
+
+@each_memory
+@each_family
+@torch.no_grad()
+def test_changes_are_those_of_the_span(family, recurrence):
+    """The logged change of pass k is the largest relative move of the span's output between passes k - 1 and k."""
+    for seed in range(6):
+        model = draw_model(seed, family=family, recurrence=recurrence)
+        tokens, _, recur_mask = draw_batch(seed, T=9, B=2)
+        recorded, span = [], model.span
+        model.span = lambda *a, span=span, recorded=recorded: recorded.append(span(*a)) or recorded[-1]
+        for d_backward in (1, 3, 6):
+            recorded.clear()
+            changes = []
+            model(tokens, schedule=Schedule('jacobi', 5, d_backward), recur_mask=recur_mask, changes=changes)
+            outputs = [y for y, _ in recorded]
+            assert len(changes) == len(outputs) - 1 <= 5
+            for change, old, new in zip(changes, outputs, outputs[1:], strict=False):
+                n = min(old.size(1), new.size(1))  # passes without gradient leave out what is exact already
+                old, new = old[:, -n:], new[:, -n:]
+                close(change, ((new - old).norm(dim=-1) / new.norm(dim=-1)).max())
+        changes = []
+        model(tokens, schedule=Schedule('interleaved'), recur_mask=recur_mask, changes=changes)
+        assert not changes
+
+
+@each_memory
+@torch.no_grad()
+def test_a_tolerance_ends_the_passes_without_gradient(recurrence):
+    """It leaves out passes only once they move less than it; with gradient all d_backward passes run; and what it saves costs
+    no more than the tolerance promises."""
+    for seed in range(8):
+        model = draw_model(seed, recurrence=recurrence, cache_residual='off', gamma_init=0.0)
+        tokens, targets, _ = draw_batch(seed, T=12, B=2)
+        for p in model.parameters():
+            p.mul_(0.5)  # so that the iteration contracts
+        full, early, none = [], [], []
+        a = model(tokens, schedule=Schedule('jacobi', 12, 2), changes=full)
+        b = model(tokens, schedule=Schedule('jacobi', 12, 2, jacobi_tol=1e-3), changes=early)
+        c = model(tokens, schedule=Schedule('jacobi', 12, 2, jacobi_tol=1e-300), changes=none)
+        assert all(change >= 1e-3 for change in early[:-3]) and 2 <= len(early) <= len(full)
+        close(early[:-2], full[: len(early) - 2])
+        close(a, c)
+        if full[len(early) - 3] < 1e-3:
+            assert len(early) < len(full) or full[-3] >= 1e-3
+        close(a, b, 0.1)
+        loss, means = model(tokens, targets, Schedule('jacobi', 12, 2, jacobi_tol=1e9), changes=[])
+        assert len(means) == (2 if recurrence == 'lrt' else 1) and loss.isfinite()
+
+
 # Loss
 
 
@@ -837,6 +953,56 @@ def total(**settings):
         model = build(GPTConfig(**settings))
     counts = count_parameters(model)
     return sum(counts.values()), counts.get('recurrence', 0)
+
+
+SCHEDULES_COUNTED = [
+    Schedule('parallel'),
+    Schedule('jacobi', 16, 4),
+    Schedule('jacobi', 3, 4),
+    Schedule('interleaved', n_subsets=3),
+    Schedule('chunked', chunk_size=16),
+    Schedule('sequential'),
+]
+
+
+@pytest.mark.parametrize(
+    'variant',
+    [
+        {},
+        {'n_loop': 3, 'l_start': 1, 'l_end': 2},
+        {'recurrence': 't2mlr', 'l_start': 1, 'l_end': 2},
+        {'recurrence': 't2mlr', 'l_start': 0, 'l_end': 3, 'n_loop': 2},
+        {'recurrence': 'lrt', 'source_layer': 2, 'value_embeddings': 'alternate'},
+        {'recurrence': 'lrt', 'source_layer': 2, 'memory_projection': 'layerwise', 'n_kv_head': 2},
+        {'recurrence': 'lrt', 'source_layer': 2, 'memory_projection': 'none', 'value_embeddings': 'all'},
+    ],
+    ids=lambda v: '-'.join(map(str, v.values())) or 'plain',
+)
+@each_family
+def test_operations_are_those_that_torch_counts(family, variant):
+    """Within 1%, forward, training step and decoded token, under every schedule."""
+    config = GPTConfig(family=family, vocab_size=300, block_size=48, n_layer=4, n_head=4, n_embd=64, **variant)
+    torch.manual_seed(0)
+    model = build(config)
+    tokens, targets = torch.randint(300, (2, 2, 48))
+
+    def counted(call):
+        # The attention that the counter knows on CPU is the one made of matrix products.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            call()
+        return counter.get_total_flops() / 2
+
+    for schedule in SCHEDULES_COUNTED if config.recurrence != 'none' else SCHEDULES_COUNTED[:1]:
+        expected = count_flops(model, schedule, 48)
+        with torch.no_grad():
+            forward = counted(lambda s=schedule: model(tokens, targets, s)) / 48
+        step = counted(lambda s=schedule: model(tokens, targets, s)[0].backward()) / 48
+        decode = counted(lambda: model(tokens[:, :1], schedule=SEQUENTIAL, state=model.new_state(2)))
+        assert forward == pytest.approx(expected['forward'], rel=0.01), schedule
+        assert step == pytest.approx(expected['step'], rel=0.01), schedule
+        assert decode == pytest.approx(expected['decode'], rel=0.01)
+    plain = build(replace(config, recurrence='none', n_loop=1))
+    assert expected['plain_step'] == count_flops(plain, Schedule(), 48)['step']
 
 
 def test_published_sizes():

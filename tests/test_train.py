@@ -231,6 +231,10 @@ GRID |= {
     'gammas 0': T2MLR | {'schedule': 'jacobi', 'd_forward': 2, 'd_backward': 2, 'gamma_init': 0.0},
     'no pass with memory': T2MLR | {'schedule': 'jacobi', 'd_forward': 0, 'd_backward': 1},
     'one pass with memory': T2MLR | {'schedule': 'jacobi', 'd_forward': 1, 'd_backward': 1},
+    'growing from no memory': T2MLR
+    | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'd_forward_start': 0, 'd_forward_steps': 10},
+    'tolerance': T2MLR | {'schedule': 'jacobi', 'd_forward': 8, 'd_backward': 2, 'jacobi_tol': 0.02},
+    'loops in LRT': LRT | {'schedule': 'interleaved', 'n_loop': 2, 'l_start': 0, 'l_end': 1},
     'accumulation': LRT | {'schedule': 'interleaved', 'accumulation': 3, 'batch_size': 12},
     'task': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'data': 'task', 'batch_size': 8, 'accumulation': 2},
     'one token': LRT | {'schedule': 'interleaved', 'block_size': 1, 'eval_exact_batches': 0},
@@ -355,6 +359,35 @@ def test_torchrun_compiled_and_plain_exchange_checkpoints(folders, tmp_path):
     mixed, plain = (read_checkpoint(tmp_path / out / 'ckpt.pt')['model'] for out in ('mixed', 'plain'))
     assert list(mixed) == list(plain) and not any('_orig_mod' in k or 'module.' in k for k in mixed)
     np.testing.assert_allclose(losses(tmp_path / 'mixed'), losses(tmp_path / 'plain'), rtol=1e-5, atol=1e-5)
+
+
+def test_a_growing_schedule(folders, tmp_path):
+    """d_forward rises by whole passes from its start to its end and stays; d_backward never exceeds what there is."""
+    config = settings(folders, tmp_path, **T2MLR, schedule='jacobi', d_forward=6, d_backward=3, max_steps=20)
+    config.d_forward_start, config.d_forward_steps = 1, 10
+    config.check()
+    schedules = [train.schedule_at(config, step) for step in range(20)]
+    depths = [s.d_forward for s in schedules]
+    assert depths[0] == 1 and depths == sorted(depths) and set(depths) == set(range(1, 7)) and depths[10:] == [6] * 10
+    assert all(s.d_backward == min(3, s.d_forward + 1) for s in schedules)
+    train.train(config)
+    passes = [len(line['changes']) for line in log_of(tmp_path) if 'loss' in line]
+    assert passes == depths
+    train.train(replace(config, out_dir=str(tmp_path / 'parts'), max_steps=5))
+    train.train(replace(config, out_dir=str(tmp_path / 'parts'), init_from='resume'))
+    one, other = (read_checkpoint(path / 'ckpt.pt')['model'] for path in (tmp_path, tmp_path / 'parts'))
+    assert same_bits(one, other)
+
+
+def test_a_tolerance_shortens_what_is_logged(folders, tmp_path):
+    config = settings(folders, tmp_path, **T2MLR, schedule='jacobi', d_forward=12, d_backward=2, max_steps=3)
+    train.train(config)
+    config.out_dir, config.jacobi_tol = str(tmp_path / 'tolerant'), 0.05
+    train.train(config)
+    every, fewer = ([line['changes'] for line in log_of(out) if 'loss' in line] for out in (tmp_path, config.out_dir))
+    assert {len(changes) for changes in every} == {12} and all(2 < len(changes) < 12 for changes in fewer)
+    for changes in fewer:
+        assert min(changes[:-3], default=1) >= 0.05 > changes[-3]
 
 
 def test_torchrun_says_a_mistake_once(folders, tmp_path):

@@ -1,0 +1,80 @@
+"""The benchmarks run, say what they promise and refuse what they cannot do. No test asserts a time."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import bench
+from model import count_flops
+
+ROOT = Path(bench.__file__).parent
+
+
+def measured(capsys, *argv):
+    capsys.readouterr()
+    bench.main([*argv, '--json'])
+    out = capsys.readouterr().out
+    return json.loads(out.splitlines()[-1]), out
+
+
+def test_the_table_of_configs(capsys):
+    """One row each; the sizes that the papers and the checkpoints publish."""
+    found, out = measured(capsys, 'configs')
+    assert {p.stem for p in ROOT.glob('config/*_*[LM].py')} <= set(found) and len(found) == 15
+    assert all(f'`{name}`' in out for name in found)
+    assert found['transformer_135M']['total_parameters'] == 134_515_008
+    assert 0.0025 <= found['lrt_20L']['recurrence_share'] <= 0.0035
+    for name, low, high in (
+        ('transformer_20L', 1.31e9, 1.32e9),
+        ('transformer_24L', 1.985e9, 1.995e9),
+        ('lrt_layerwise_24L', 2.095e9, 2.105e9),
+        ('t2mlr_361M', 3.6e8, 3.7e8),
+    ):
+        assert low < found[name]['total_parameters'] < high
+    assert found['transformer_20L']['step_flops_ratio'] == found['transformer_20L']['decode_ratio'] == 1
+    assert 1.95 < found['lrt_20L']['step_flops_ratio'] < 2.1 and 3.9 < found['lrt_multirefine_20L']['step_flops_ratio'] < 4.1
+
+
+@pytest.mark.parametrize('more', [[], ['--profile'], ['--dtype=bfloat16']])
+def test_training_steps(capsys, more):
+    small = ['--n_layer=3', '--n_embd=16', '--n_head=2', '--block_size=12', '--batch_size=2', '--l_start=1', '--l_end=1']
+    found, out = measured(capsys, 'train', *small, '--source_layer=1', '--rounds=2', '--device=cpu', *more)
+    assert list(found) == list(bench.VARIANTS)
+    assert all(set(v) == {'ms', 'ratio', 'floor'} and v['ratio'] > 0 for v in found.values())
+    assert found['plain']['ratio'] == found['plain']['floor'] == 1
+    assert all(v['floor'] > 1 for name, v in found.items() if name != 'plain')
+
+
+def test_the_floor_is_the_count_of_operations(capsys):
+    config = bench.TrainBench()
+    step, floor = bench.training_step(config, 't2mlr_4_4', 'cpu')
+    model = next(c.cell_contents for c in step.__closure__ if hasattr(c.cell_contents, 'blocks'))
+    train_config = next(c.cell_contents for c in step.__closure__ if hasattr(c.cell_contents, 'schedule'))
+    flops = count_flops(model, train_config, 256)
+    assert floor == flops['step'] / flops['plain_step'] and 1.6 < floor < 1.9
+
+
+@pytest.mark.parametrize(
+    'argv, says',
+    [
+        (['nonsense'], 'choose from train'),
+        (['train', '--rounds=0'], 'rounds=0'),
+        (['train', '--only=t2mlr_9_9'], 'only=t2mlr_9_9'),
+        (['train', '--n_embd=30'], 'n_embd=30'),
+        (['train', '--nonsense=1'], 'nonsense'),
+        (['configs', 'train'], 'train'),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, argv, says):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(argv)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == '' and len(err.splitlines()) == 1 and says in err
+
+
+def test_help_without_a_benchmark(capsys):
+    for argv in ([], ['--help']):
+        with pytest.raises(SystemExit) as stop:
+            bench.main(argv)
+        assert stop.value.code == 0 and 'bench.py train' in capsys.readouterr().out
