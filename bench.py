@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, parse, read_file
+from configurator import ConfigError, fail, key, parse, read_file, reporting
 from model import GPTConfig, build, count_flops, count_parameters
 from train import TrainConfig, make_optimizers, pick_device
 
@@ -141,7 +141,7 @@ def bench_configs(bench):
     print('| config | parameters | recurrence | training step | decoded token |')
     print('| --- | ---: | ---: | ---: | ---: |')
     for path in sorted(glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', '*.py'))):
-        config = TrainConfig(**read_file(path))
+        config = TrainConfig(**{k: v for k, v in read_file(path).items() if k in TrainConfig.__dataclass_fields__})
         if not config.vocab_size:  # its data decides
             continue
         with torch.device('meta'):
@@ -166,12 +166,10 @@ def main(argv):
         raise fail(f'{argv[0]} is not a benchmark; choose from {", ".join(BENCHES)}.')
     config_class, run = BENCHES[argv[0]]
     config = parse(config_class, argv[1:], f'python bench.py {argv[0]} [--key=value ...]')
-    try:
+    with reporting():
         found = run(config)
-    except ConfigError as e:
-        raise fail(e) from None
-    if config.json:
-        print(json.dumps(found))
+        if config.json:
+            print(json.dumps(found))
 
 
 if __name__ == '__main__':

@@ -6,7 +6,9 @@ wrong (an unknown key, a wrong type, an impossible combination) ends in one sent
 anything is written. A config file is Python and is executed: run only those you trust.
 """
 
+import contextlib
 import difflib
+import glob
 import math
 import os
 import sys
@@ -38,7 +40,7 @@ def typed(name, value, default):
     wrong = ConfigError(f'{name}={value} is not {FORMS[kind]}; write it like {name}={show(default) or "1,2"}.')
     try:
         if kind is str:
-            if not isinstance(value, str):
+            if not isinstance(value, str) or '\0' in value:
                 raise wrong
             return value
         if kind is bool:
@@ -64,23 +66,25 @@ def show(value):
 
 
 def read_file(path):
-    """The names that a config file assigns, as a dict. It may start from another by `from other_config import *`."""
+    """The names that a config file assigns, as a dict. It may start from another, in its own folder or in config/, by
+    `from other_config import *`."""
     if not os.path.isfile(path):
         folder = os.path.dirname(path) or '.'
-        there = sorted(f for f in os.listdir(folder) if f.endswith('.py')) if os.path.isdir(folder) else []
+        there = sorted(f for f in glob.glob('*.py', root_dir=folder) if os.path.isfile(os.path.join(folder, f)))
         hint = f'in {folder}, ' + nearest(os.path.basename(path), there) if there else 'there is no such folder either.'
         raise ConfigError(f'there is no config file {path}; {hint}')
     names = {'__name__': 'config', '__file__': path}
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config')
+    sys.path[:0] = [os.path.dirname(os.path.abspath(path)), ours]
     try:
         with open(path, encoding='utf-8') as f:
             exec(compile(f.read(), path, 'exec'), names)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         said = ' '.join(str(e).split())
         raise ConfigError(f'the config file {path} could not be run: {type(e).__name__}: {said}') from e
     finally:
-        sys.path.pop(0)
-    return {k: v for k, v in names.items() if not k.startswith('_') and not callable(v) and not isinstance(v, ModuleType)}
+        del sys.path[:2]
+    return {k: v for k, v in names.items() if not k.startswith('_')}
 
 
 def read_arguments(argv, declared):
@@ -127,6 +131,8 @@ def parse(config_class, argv, usage):
         values = {}
         for source, pairs in ((path, read_file(path) if path else {}), ('the command line', given)):
             for name, value in pairs.items():
+                if name not in declared and (callable(value) or isinstance(value, ModuleType)):
+                    continue  # what a config file imports or defines for its own use
                 if name not in declared:
                     raise ConfigError(f'unknown key {name!r} in {source}; {nearest(name, declared)}')
                 values[name] = typed(name, value, declared[name].default)
@@ -142,8 +148,29 @@ def parse(config_class, argv, usage):
         raise fail(e) from None
 
 
-def fail(sentence):
-    """SystemExit with code 2, after one line on stderr (from the first process only, when there are several)."""
+def fail(sentence, code=2):
+    """SystemExit with `code`, after one line on stderr (from the first process only, when there are several)."""
     if os.environ.get('RANK', '0') == '0':
-        print(f'error: {sentence}', file=sys.stderr)
-    return SystemExit(2)
+        print('error: ' + ' '.join(str(sentence).split('\n')), file=sys.stderr)
+    return SystemExit(code)
+
+
+@contextlib.contextmanager
+def reporting():
+    """Around the work of a command: whatever a person can cause ends in one sentence and a documented exit code."""
+    try:
+        yield
+        sys.stdout.flush()
+    except ConfigError as e:
+        raise fail(e) from None
+    except KeyboardInterrupt:
+        raise fail('interrupted', 130) from None
+    except BrokenPipeError:  # whoever read the output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except OSError as e:  # no permission, no space, no such disk
+        raise fail(f'{e.filename or "a file"} could not be read or written: {e.strerror or e}.') from None
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and 'allocate' not in str(e) and 'out of memory' not in str(e):
+            raise
+        raise fail('there is not enough memory for this; ask for a smaller model, batch or dataset.') from None

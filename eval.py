@@ -5,6 +5,7 @@ decoding. Both run the model twice, as it was trained and with the exact sequent
 also go to eval-DATASET-SPLIT.json beside the checkpoint. `--study=FOLDER` makes the table of a study from such files.
 """
 
+import contextlib
 import glob
 import json
 import math
@@ -19,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, parse
+from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, Schedule, count_flops, count_parameters
 from sample import find_checkpoint, load_model
-from train import Dataset, TrainConfig, pick_device
+from train import Dataset, TrainConfig, pick_device, same_tokens
 
 
 @dataclass
@@ -44,9 +45,14 @@ class EvalConfig:
     json: bool = key(False, 'also print one JSON object as the last line')
 
     def check(self):
-        for name, low in (('batch_size', 1), ('max_batches', 0), ('threads', 0)):
-            if getattr(self, name) < low:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low}.')
+        for name, low, high in (('batch_size', 1, 2**31), ('max_batches', 0, 2**31), ('threads', 0, 1024)):
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and at most {high}.')
+        for name, path in (('results', self.results), ('figure', self.figure)):
+            if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or '.')):
+                raise ConfigError(f'{name}={path} must be a file in a folder that exists.')
+        if self.figure and not self.figure.endswith(('.png', '.pdf', '.svg')):
+            raise ConfigError(f'figure={self.figure} must end in .png, .pdf or .svg.')
 
 
 def schedules(saved):
@@ -98,6 +104,9 @@ def score_text(model, data, split, schedule, config):
     """{'bits_per_byte', 'nats_per_token', 'tokens'}: every token but the first is predicted once, windows do not overlap;
     tokens that stand for no bytes (the document token) are left out."""
     stream, T = data.split(split), model.config.block_size
+    nothing = ConfigError(f'{data.folder}/{split}.bin has nothing to score: it holds {len(stream)} tokens.')
+    if len(stream) < 2:
+        raise nothing
     T = min(T, len(stream) - 1)
     sizes = torch.tensor(data.meta['token_bytes'])
     starts = np.arange(0, len(stream) - T, T)
@@ -111,6 +120,8 @@ def score_text(model, data, split, schedule, config):
         nll = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none').double().cpu()
         size = sizes[y.flatten().cpu()]
         nats, octets, tokens = nats + nll[size > 0].sum().item(), octets + size.sum().item(), tokens + (size > 0).sum().item()
+    if not octets:
+        raise nothing
     return {'bits_per_byte': nats / math.log(2) / octets, 'nats_per_token': nats / tokens, 'tokens': tokens}
 
 
@@ -131,13 +142,10 @@ def evaluate(path, config):
     split = config.split or ('val' if data.is_text else 'test')
     if split not in data.meta['splits']:
         raise ConfigError(f'split={split} is not in {data.folder}; choose from {", ".join(data.meta["splits"])}.')
-    if data.meta['kind'] != checkpoint['meta']['kind']:
-        raise ConfigError(f'{data.folder} is a {data.meta["kind"]}, and {path} was trained on a {checkpoint["meta"]["kind"]}.')
-    if data.meta['vocab_size'] > model.config.vocab_size:
-        raise ConfigError(f'{data.folder} has {data.meta["vocab_size"]} tokens, {path} knows {model.config.vocab_size}.')
-    if not data.is_text and data.meta['longest'][split] > model.config.block_size:
+    same_tokens(checkpoint, data)
+    if not data.is_text and data.longest[split] > model.config.block_size:
         raise ConfigError(
-            f'{data.folder} holds examples of {data.meta["longest"][split]} tokens in {split}, more than the context of '
+            f'{data.folder} holds examples of {data.longest[split]} tokens in {split}, more than the context of '
             f'{model.config.block_size} that {path} was built for; train with a larger block_size.'
         )
     score = score_text if data.is_text else score_task
@@ -160,11 +168,12 @@ def provenance(path, model, checkpoint, data):
     tokens = config.batch_size * config.block_size
     seconds, last = 0.0, 0
     log = os.path.join(os.path.dirname(path), 'log.jsonl')
-    if os.path.exists(log):
-        with open(log, encoding='utf-8') as f:
-            for line in map(json.loads, f):
-                if 'tokens_per_s' in line:
-                    seconds, last = seconds + (line['step'] - last) * tokens / line['tokens_per_s'], line['step']
+    if os.path.isfile(log):
+        with open(log, encoding='utf-8', errors='replace') as f:
+            for line in f:
+                with contextlib.suppress(ValueError, LookupError, TypeError, ZeroDivisionError):
+                    values = json.loads(line)
+                    seconds, last = seconds + (values['step'] - last) * tokens / values['tokens_per_s'], values['step']
     revision = subprocess.run(
         ['git', '-C', os.path.dirname(os.path.abspath(__file__)), 'rev-parse', 'HEAD'], capture_output=True, text=True
     )
@@ -184,14 +193,20 @@ def read_study(folder):
     """{cell: [what evaluate returned, a seed each]} of the files NAME-SEED.json in `folder`; raises ConfigError for none."""
     cells = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), '*-*.json'))):
-        with open(path, encoding='utf-8') as f:
-            cells.setdefault(os.path.basename(path).rpartition('-')[0], []).append(json.load(f))
+        try:
+            with open(path, encoding='utf-8') as f:
+                found = json.load(f)
+            if not {'training', 'training_flops', 'training_seconds', 'parameters'} <= found.keys():
+                raise ValueError('it is no measurement of a text model')
+        except (ValueError, AttributeError) as e:
+            raise ConfigError(f'{path} cannot be read ({e}); delete it and measure again.') from None
+        cells.setdefault(os.path.basename(path).rpartition('-')[0], []).append(found)
     if not cells:
         raise ConfigError(f'study={folder} holds no results; files there are called NAME-SEED.json.')
     return cells
 
 
-def report_study(cells, figure):
+def report_study(cells, config):
     """A table in Markdown of bits per byte (mean over seeds) against cost; and the same as a figure."""
     rows = []
     for cell, runs in cells.items():
@@ -207,7 +222,9 @@ def report_study(cells, figure):
             f'| {cell} | {trained:.4f} | {exact:.4f} | {spread:.4f} | {flops / 1e12:,.0f} | {seconds:.0f} | {parameters:,} | '
             f'{seeds} |'
         )
-    if figure:
+    if config.json:
+        print(json.dumps({cell: {'bits_per_byte': exact, 'training_schedule': trained} for cell, trained, exact, *_ in rows}))
+    if config.figure:
         plt = pyplot()
         picture, panel = plt.subplots(figsize=(7, 4.6))
         for i, family in enumerate(sorted({row[0].split('-')[0] for row in rows})):
@@ -219,7 +236,7 @@ def report_study(cells, figure):
         panel.set(xscale='log', xlabel='operations of the training (1e12)', ylabel='bits per byte, exact decoding')
         panel.legend()
         picture.tight_layout()
-        picture.savefig(figure, dpi=150)
+        picture.savefig(config.figure, dpi=150)
 
 
 def report(found):
@@ -283,13 +300,14 @@ def main(argv):
     config = parse(EvalConfig, argv, 'python eval.py [--key=value ...]')
     if config.threads:
         torch.set_num_threads(config.threads)
-    try:
+    with reporting():
         if config.study:
-            return report_study(read_study(config.study), config.figure)
+            return report_study(read_study(config.study), config)
         results = {}
-        for part in config.ckpt.split(','):
-            path = find_checkpoint(part.strip())
-            results[os.path.basename(os.path.dirname(os.path.abspath(path)))] = found = evaluate(path, config)
+        paths = [find_checkpoint(part.strip()) for part in config.ckpt.split(',')]
+        names = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
+        for path, name in zip(paths, names if len(set(names)) == len(names) else paths, strict=True):
+            results[name] = found = evaluate(path, config)
             report(found)
         task = all('trained_length' in found for found in results.values())
         if (config.results or config.figure) and not task:
@@ -303,12 +321,8 @@ def main(argv):
                 json.dump({name: summary(found) for name, found in results.items()}, f, indent=2)
         if config.figure:
             draw(results, config.figure)
-    except ConfigError as e:
-        raise fail(e) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    if config.json:
-        print(json.dumps(results if len(results) > 1 else found))
+        if config.json:
+            print(json.dumps(results if len(results) > 1 else found))
 
 
 if __name__ == '__main__':

@@ -91,16 +91,16 @@ class GPTConfig:
 
     def check(self):
         """Raises ConfigError, one sentence, for what cannot be built."""
-        for name in ('block_size', 'n_layer', 'n_head', 'n_embd', 'n_loop'):
-            if getattr(self, name) < 1:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
-        for name in ('vocab_size', 'n_kv_head', 'n_hidden'):
-            if getattr(self, name) < 0:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least 0.')
+        limits = dict.fromkeys(('n_layer', 'n_head', 'n_loop'), (1, 1000)) | dict.fromkeys(('block_size', 'n_embd'), (1, 10**7))
+        limits |= {'vocab_size': (0, 10**7), 'n_kv_head': (0, 1000), 'n_hidden': (0, 10**7)}
+        for name, (low, high) in limits.items():
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and at most {high}.')
         if self.rope_base <= 0 or self.norm_eps <= 0:
             raise ConfigError(f'rope_base={self.rope_base} and norm_eps={self.norm_eps} must both be above 0.')
         if self.n_embd % self.n_head:
-            nearest = max(1, round(self.n_embd / self.n_head)) * self.n_head
+            unit = self.n_head * (2 if self.positional == 'rope' else 1)  # rotary positions pair the channels of a head
+            nearest = max(1, round(self.n_embd / unit)) * unit
             raise ConfigError(f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}; the nearest width is {nearest}.')
         if self.n_kv_head and self.n_head % self.n_kv_head:
             divisors = [i for i in range(1, self.n_head + 1) if self.n_head % i == 0]
@@ -164,10 +164,12 @@ class Schedule:
     def check(self):
         """Raises ConfigError, one sentence, for a schedule that cannot run."""
         for name, low in (('d_forward', 0), ('d_backward', 1), ('n_subsets', 1), ('chunk_size', 1)):
-            if getattr(self, name) < low:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low}.')
-        if self.jacobi_tol < 0:
-            raise ConfigError(f'jacobi_tol={self.jacobi_tol} must not be negative.')
+            if not low <= getattr(self, name) <= 10**7:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and at most {10**7}.')
+        if self.jacobi_tol < 0 or (self.jacobi_tol and self.schedule != 'jacobi'):
+            raise ConfigError(
+                f'jacobi_tol={self.jacobi_tol} must not be negative, and above 0 it needs schedule=jacobi, not {self.schedule}.'
+            )
         if self.schedule == 'jacobi' and self.d_backward > self.d_forward + 1:
             raise ConfigError(
                 f'd_backward={self.d_backward} is more than the d_forward + 1 = {self.d_forward + 1} passes there are; '

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, nearest, parse
+from configurator import ConfigError, fail, key, nearest, parse, reporting
 
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
 PIECES = ('train.bin', 'val.bin', 'train.npz', 'val.npz', 'test.npz', 'meta.json')  # every file that a dataset may consist of
@@ -490,16 +490,8 @@ def main(argv):
         raise fail(f'the first argument names the dataset, and {argv[0]!r} is none; {nearest(argv[0], DATASETS)}')
     config_class, make, _ = DATASETS[argv[0]]
     config = parse(config_class, argv[1:], f'python prepare_data.py {argv[0]} [config.py] [--key=value ...]')
-    try:
+    with reporting():
         make(config)
-    except ConfigError as e:
-        raise fail(e) from None
-    except MemoryError:
-        raise fail(
-            'there is not enough memory for this dataset; ask for fewer or shorter examples, or smaller files.'
-        ) from None
-    except OSError as e:  # no permission, no space, no such disk
-        raise fail(f'{e.filename or "the dataset"} could not be read or written: {e.strerror or e}.') from None
 
 
 if __name__ == '__main__':

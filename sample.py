@@ -14,10 +14,10 @@ from dataclasses import dataclass, fields
 import torch
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, parse
+from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, GPTConfig, build
 from prepare_data import decode, encode
-from train import pick_device, read_checkpoint
+from train import load_weights, pick_device, read_checkpoint
 
 
 @dataclass
@@ -38,6 +38,8 @@ class SampleConfig:
         for name, low in (('num_samples', 1), ('max_tokens', 1), ('temperature', 0), ('top_k', 0), ('seed', 0), ('threads', 0)):
             if getattr(self, name) < low:
                 raise ConfigError(f'{name}={getattr(self, name)} must be at least {low}.')
+        if self.seed >= 2**62 or self.num_samples > 10**6 or self.threads > 1024:
+            raise ConfigError(f'seed={self.seed}, num_samples={self.num_samples} or threads={self.threads} is too large.')
         if not 0 < self.top_p <= 1:
             raise ConfigError(f'top_p={self.top_p} must be above 0 and at most 1.')
         if self.prompt and self.prompt_file:
@@ -58,7 +60,8 @@ def load_model(path, device='cpu'):
     """(model in evaluation mode, checkpoint without its weights) from a checkpoint file; raises ConfigError."""
     checkpoint = read_checkpoint(path)
     model = build(GPTConfig(**{f.name: checkpoint['config'][f.name] for f in fields(GPTConfig)}))
-    model.load_state_dict(checkpoint.pop('model'))
+    load_weights(model, checkpoint)
+    del checkpoint['model'], checkpoint['optimizers']
     dtype = torch.float64 if checkpoint['config']['dtype'] == 'float64' else torch.float32
     return model.to(device, dtype).eval(), checkpoint
 
@@ -67,8 +70,8 @@ def choose(logits, config, generators):
     """The next token of each row: logits (B, vocab_size) -> (B, 1). Row i draws from generators[i] alone."""
     if config.temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits, order = (logits.double() / config.temperature).sort(-1, descending=True)
-    p = logits.softmax(-1)
+    logits, order = logits.double().sort(-1, descending=True)
+    p = ((logits - logits[:, :1]) / config.temperature).softmax(-1)
     p[:, config.top_k or p.size(-1) :] = 0
     p[:, 1:][p.cumsum(-1)[:, :-1] >= config.top_p * p.sum(-1, keepdim=True)] = 0  # the token that crosses top_p stays
     drawn = torch.stack([torch.multinomial(row, 1, generator=g) for row, g in zip(p.cpu(), generators, strict=True)])
@@ -98,6 +101,8 @@ def generate(model, prompt, config, stop_token=-1):
     ended = torch.zeros(config.num_samples, 1, dtype=torch.bool, device=device)
     token = None
     for _ in range(min(config.max_tokens, model.config.block_size - len(prompt) + 1)):
+        if not logits.isfinite().all():
+            raise ConfigError('the model gives no numbers (its weights are not finite); take an earlier checkpoint.')
         if token is not None:
             logits = model(token.clamp(min=0), schedule=SEQUENTIAL, state=state)[:, -1]
         token = choose(logits, config, generators).masked_fill(ended, stop_token)
@@ -121,6 +126,8 @@ def answer(model, meta, prompt):
 
 @torch.inference_mode()
 def sample(config):
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(errors='replace')  # whatever the terminal cannot show
     if config.threads:
         torch.set_num_threads(config.threads)
     path = find_checkpoint(config.ckpt)
@@ -129,6 +136,8 @@ def sample(config):
     text = config.prompt
     if config.prompt_file:
         try:
+            if config.prompt_file == '-' and sys.stdin is None:
+                raise OSError('the standard input is closed')
             text = sys.stdin.read() if config.prompt_file == '-' else open(config.prompt_file, encoding='utf-8').read()
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {e}.') from None
@@ -164,13 +173,8 @@ def sample(config):
 
 def main(argv):
     config = parse(SampleConfig, argv, 'python sample.py [--key=value ...]')
-    try:
+    with reporting():
         sample(config)
-    except ConfigError as e:
-        raise fail(e) from None
-    except KeyboardInterrupt:
-        print()
-        raise SystemExit(130) from None
 
 
 if __name__ == '__main__':

@@ -2,7 +2,8 @@
 
 Reads a dataset made by prepare_data.py, writes out_dir/ckpt.pt (newest state) and out_dir/log.jsonl (a line an interval).
 Batches are a pure function of (seed, step, sample), so a resumed run and a run on more processes see the same data.
-Exit codes: 0 finished, 2 a mistake in the settings, 130 or 143 after SIGINT or SIGTERM, with the state saved.
+Exit codes: 0 finished, 2 a mistake in the settings, 3 the loss is not finite any more, 130 or 143 after SIGINT or SIGTERM,
+with the state saved.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
@@ -21,8 +23,9 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, parse
+from configurator import ConfigError, fail, key, parse, reporting
 from model import SEQUENTIAL, GPTConfig, Schedule, build, count_flops, count_parameters, is_recurrence
+from prepare_data import token_dtype
 
 
 @dataclass
@@ -82,13 +85,15 @@ class TrainConfig(Schedule, GPTConfig):
         if self.d_forward_start < -1:
             raise ConfigError(f'd_forward_start={self.d_forward_start} must be at least -1, which switches growth off.')
         positive = ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval')
-        for names, low in (
-            (positive, 1),
-            (('warmup_steps', 'decay_steps', 'd_forward_steps', 'eval_exact_batches', 'threads', 'seed'), 0),
-        ):
+        for names, low in ((positive, 1), (('warmup_steps', 'decay_steps', 'd_forward_steps', 'eval_exact_batches'), 0)):
             for name in names:
-                if getattr(self, name) < low:
-                    raise ConfigError(f'{name}={getattr(self, name)} must be at least {low}.')
+                if not low <= getattr(self, name) < 2**31:
+                    raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and below 2^31.')
+        for name, high in (('seed', 2**63), ('threads', 1025)):
+            if not 0 <= getattr(self, name) < high:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least 0 and below {high}.')
+        if not self.out_dir:
+            raise ConfigError('out_dir is empty; name the folder for the checkpoint and the log.')
         for name in ('learning_rate', 'weight_decay', 'grad_clip', 'recurrence_lr_scale', 'final_lr_fraction'):
             if getattr(self, name) < 0:
                 raise ConfigError(f'{name}={getattr(self, name)} must not be negative.')
@@ -115,8 +120,6 @@ class TrainConfig(Schedule, GPTConfig):
                     f'd_forward_start={self.d_forward_start} fits neither pass_weights, whose number is fixed, nor, at 0, '
                     f'freeze_base, because a pass without memory trains nothing that the recurrence adds.'
                 )
-        if self.seed >= 2**63:
-            raise ConfigError(f'seed={self.seed} must be below 2^63.')
         if self.freeze_base and self.recurrence == 'none':
             raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
         if self.freeze_base and self.initial and len(self.passes(2)) == 1:
@@ -144,15 +147,20 @@ class Dataset:
         try:
             with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f:
                 self.meta = json.load(f)
-        except FileNotFoundError:
+            self.is_text = {'text': True, 'task': False}[self.meta['kind']]
+            self.vocab_size = self.meta['vocab_size']
+            if not isinstance(self.vocab_size, int) or not 0 < self.vocab_size < 2**31:
+                raise ValueError(f'vocab_size={self.vocab_size}')
+            self.scores = {name: (int(low), int(high)) for name, (low, high) in self.meta.get('scores', {}).items()}
+            self.longest = {} if self.is_text else {name: int(n) for name, n in self.meta['longest'].items()}
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
-                f'data_dir={folder} holds no dataset; make one with prepare_data.py (--list shows them).'
+                f'data_dir={folder} holds no dataset; make one with prepare_data.py (without arguments it lists them).'
             ) from None
-        except ValueError as e:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             raise ConfigError(
-                f'{folder}/meta.json cannot be read ({e}); make the dataset again with prepare_data.py.'
+                f'{folder}/meta.json cannot be read ({type(e).__name__}: {e}); make the dataset again with prepare_data.py.'
             ) from None
-        self.is_text = self.meta['kind'] == 'text'
         self.splits = {}
 
     def split(self, name):
@@ -161,17 +169,27 @@ class Dataset:
             path = os.path.join(self.folder, name + ('.bin' if self.is_text else '.npz'))
             try:
                 if self.is_text:
-                    self.splits[name] = np.memmap(path, dtype=self.meta['dtype'], mode='r')
+                    stream = self.splits[name] = np.memmap(path, dtype=token_dtype(self.vocab_size), mode='r')
+                    self.expect(self.meta['dtype'], stream.dtype.name, 'dtype')
+                    self.expect(self.meta['splits'][name]['tokens'], len(stream), 'tokens')
                 else:
                     with np.load(path) as arrays:
-                        self.splits[name] = dict(arrays)
-            except (OSError, ValueError) as e:
+                        arrays = self.splits[name] = dict(arrays)
+                    shape = self.meta['splits'][name]['examples'], self.longest[name]
+                    for array in ('tokens', 'targets', 'recur_mask'):
+                        self.expect(shape, arrays[array].shape, f'shape of {array}')
+                        self.expect(True, arrays[array].dtype.kind in 'iub', f'whole numbers in {array}')
+            except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile) as e:
                 raise ConfigError(f'{path} cannot be read ({e}); make the dataset again with prepare_data.py.') from None
         return self.splits[name]
 
+    def expect(self, said, found, what):
+        if said != found:
+            raise ValueError(f'{what}: {said} by meta.json, {found} in the file')
+
     def fit(self, config):
         """Raises ConfigError when the model cannot take this dataset; returns the vocabulary size of the model."""
-        there = self.meta['vocab_size']
+        there = self.vocab_size
         if config.vocab_size and config.vocab_size < there:
             raise ConfigError(
                 f'vocab_size={config.vocab_size} is too small for {self.folder}, which has {there} tokens; take {there} or 0.'
@@ -182,8 +200,7 @@ class Dataset:
                     f'{self.folder}/{name}.bin has {len(self.split(name))} tokens, too few for block_size={config.block_size}; '
                     f'take a smaller block_size or more data.'
                 )
-            if not self.is_text and self.meta['longest'][name] > config.block_size:
-                longest = self.meta['longest'][name]
+            if not self.is_text and (longest := self.split(name)['tokens'].shape[1]) > config.block_size:
                 raise ConfigError(
                     f'{self.folder} has examples of {longest} tokens, above block_size={config.block_size}; take {longest}.'
                 )
@@ -211,7 +228,13 @@ class Dataset:
             arrays = (
                 split['tokens'][rows].astype(np.int64),
                 split['targets'][rows].astype(np.int64),
-                split['recur_mask'][rows],
+                split['recur_mask'][rows].astype(bool),
+            )
+        lowest, highest = arrays[0].min(), max(arrays[0].max(), arrays[1].max())
+        if lowest < 0 or highest >= self.vocab_size:
+            raise ConfigError(
+                f'{self.folder} holds the token {highest if lowest >= 0 else lowest} in {name}, outside its vocabulary of '
+                f'{self.vocab_size}; make the dataset again with prepare_data.py.'
             )
         tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
         if device != 'cpu' and str(device).startswith('cuda'):
@@ -234,7 +257,9 @@ def pick_device(name):
     there = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     if name == 'auto':
         return next(kind for kind, available in there.items() if available)
-    if not there.get(name.split(':')[0], False):
+    kind, colon, number = name.partition(':')
+    there['cuda:' + number] = kind == 'cuda' and number.isdigit() and int(number) < torch.cuda.device_count()
+    if not there.get(name, False):
         raise ConfigError(
             f'device={name} is not available here; choose from auto, {", ".join(k for k, v in there.items() if v)}.'
         )
@@ -321,12 +346,35 @@ def read_checkpoint(path, device='cpu'):
     if not os.path.isfile(path):
         raise ConfigError(f'there is no checkpoint {path}; train.py writes one into its out_dir.')
     try:
+        with zipfile.ZipFile(path) as parts:
+            if damaged := parts.testzip():
+                raise ValueError(f'the checksum of {damaged} is wrong')
         checkpoint = torch.load(path, map_location=device, weights_only=True)
-        return checkpoint | {'config': {f.name: checkpoint['config'][f.name] for f in fields(TrainConfig)}}
+        if missing := {'model', 'optimizers', 'step', 'best_loss', 'rng', 'meta'} - checkpoint.keys():
+            raise ValueError('it lacks ' + ', '.join(sorted(missing)))
+        return checkpoint | {'config': {f.name: checkpoint['config'][f.name] for f in fields(TrainConfig)}, 'path': str(path)}
     except Exception as e:
-        raise ConfigError(
-            f'the checkpoint {path} cannot be read ({type(e).__name__}: {" ".join(str(e).split())[:200]}).'
-        ) from None
+        said = str(e) if isinstance(e, ValueError) else 'it was not written by train.py'
+        raise ConfigError(f'the checkpoint {path} cannot be used ({said}); restore it or delete it.') from None
+
+
+def load_weights(model, checkpoint):
+    """The checkpoint's weights into `model`; raises ConfigError when they do not belong to its settings."""
+    try:
+        model.load_state_dict(checkpoint['model'])
+    except RuntimeError as e:
+        said = ' '.join(str(e).split())[:300]
+        raise ConfigError(f'the weights in {checkpoint["path"]} do not fit its settings: {said}') from None
+
+
+def same_tokens(checkpoint, data):
+    """Raises ConfigError when a model was trained on other tokens than those of `data`."""
+    for name in ('kind', 'tokenizer', 'names'):
+        if checkpoint['meta'].get(name) != data.meta.get(name):
+            raise ConfigError(
+                f'{checkpoint["path"]} was trained on other tokens than those of {data.folder} ({name} differs in meta.json); '
+                f'choose a dataset of the same kind.'
+            )
 
 
 def fixed_on_resume(config):
@@ -381,7 +429,7 @@ def evaluate(
     each score. All processes together see `batches` batches of the global batch size."""
     T = data.length(split, config.block_size)
     micro = config.batch_size // (world * config.accumulation)  # the shape that training runs, so nothing compiles again
-    names = ['loss', *data.meta.get('scores', {})]
+    names = ['loss', *data.scores]
     totals = torch.zeros(len(names), 2, dtype=torch.float64, device='cpu')
     for step in range(batches):
         rows = data.rows(split, config.seed, step, config.batch_size, T)[rank * micro * config.accumulation :]
@@ -392,7 +440,7 @@ def evaluate(
             nll = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1, reduction='sum')
             hit = logits.argmax(-1) == y
             found = [(nll, (y >= 0).sum())]
-            for low, high in data.meta.get('scores', {}).values():
+            for low, high in data.scores.values():
                 kind = (y >= low) & (y < high)
                 found.append(((hit & kind).sum(), kind.sum()))
             totals += torch.tensor([[float(a), float(b)] for a, b in found], dtype=torch.float64)
@@ -433,11 +481,11 @@ def continue_log(path, step):
     if os.path.exists(path):
         with open(path, encoding='utf-8', errors='replace') as f:
             for line in f:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                     values = json.loads(line)
                     if values['step'] <= step:
                         kept.append(line)
-                        best = min(best, values.get('val', {}).get('loss', math.inf))
+                        best = min(best, (values.get('val') or {}).get('loss', math.inf))
     with open(path + '.tmp', 'w', encoding='utf-8') as f:
         f.writelines(kept)
     os.replace(path + '.tmp', path)
@@ -446,7 +494,7 @@ def continue_log(path, step):
 
 def main(argv):
     config = parse(TrainConfig, argv, 'python train.py [config/NAME.py] [--key=value ...], or behind torchrun')
-    try:
+    with reporting():
         if config.dry_run:
             if not config.vocab_size and os.path.exists(os.path.join(config.data_dir, 'meta.json')):
                 config.vocab_size = Dataset(config.data_dir).fit(config)
@@ -456,8 +504,6 @@ def main(argv):
                 )
             return dry_run(config)
         return train(config)
-    except ConfigError as e:
-        raise fail(e) from None
 
 
 def train(config):
@@ -483,6 +529,9 @@ def train(config):
                 raise ConfigError(
                     f'{path} was trained with {name}={saved["config"][name]}, not {name}={value}; change one of the two.'
                 )
+        same_tokens(saved, data)
+        if saved['step'] > config.max_steps:
+            raise ConfigError(f'max_steps={config.max_steps} lies behind {path}, which holds update {saved["step"]}; raise it.')
 
     if world > 1:
         if kind == 'cuda':
@@ -506,10 +555,13 @@ def train(config):
     optimizers = make_optimizers(raw, config, kind)
     start, best = 0, math.inf
     if saved:
-        raw.load_state_dict(saved['model'])
-        for optimizer, state in zip(optimizers, saved['optimizers'], strict=True):
-            load_optimizer(optimizer, state)
-        torch.set_rng_state(saved['rng'])
+        load_weights(raw, saved)
+        try:
+            for optimizer, state in zip(optimizers, saved['optimizers'], strict=True):
+                load_optimizer(optimizer, state)
+            torch.set_rng_state(saved['rng'])
+        except (ValueError, LookupError, TypeError, RuntimeError) as e:
+            raise ConfigError(f'the optimiser in {path} does not fit its settings: {e}') from None
         start, best = saved['step'], saved['best_loss']
         saved = None
     if config.compile:
@@ -556,7 +608,7 @@ def train(config):
     micro = config.batch_size // (world * config.accumulation)
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
     bar = tqdm(total=config.max_steps, initial=start, disable=not first or None, unit='update', mininterval=1)
-    since, counted, done = time.perf_counter(), start, start
+    since, counted, done, interrupted = time.perf_counter(), start, start, 0
     for step in range(start, config.max_steps):
         rate = learning_rate(config, step)
         for optimizer in optimizers:
@@ -564,8 +616,10 @@ def train(config):
                 group['lr'] = rate * group['scale']
         schedule = schedule_at(config, step)
         passes = raw.scored_passes(schedule, T)
-        final = step + 1 == config.max_steps
-        logged = (step + 1) % config.log_interval == 0 or final
+        done = step + 1
+        final = done == config.max_steps
+        evaluated = done % config.eval_interval == 0 or final
+        logged = done % config.log_interval == 0 or evaluated
         rows = data.rows('train', config.seed, step, config.batch_size, T)
         scored = data.scored('train', rows, T)
         counts = torch.tensor([scored[p.start : p.stop : p.step].sum() for p in passes], device=device)
@@ -584,14 +638,21 @@ def train(config):
             optimizer.zero_grad(set_to_none=True)
         bar.update()
 
-        done = step + 1
+        if world > 1 and (logged or done % 20 == 0):  # all stop at one update, though the signal may have reached only some
+            number = torch.tensor(max(stop, default=0), device=device)
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+            interrupted = number.item()
+        else:
+            interrupted = max(stop, default=0) if world == 1 else 0
         if logged:
             values = torch.cat((loss[None], means))
-            interrupted = torch.tensor([float(len(stop) > 0)], device=device)
             if world > 1:
                 dist.all_reduce(values)
-                dist.all_reduce(interrupted)
             loss, *means = values.tolist()
+            if not math.isfinite(loss):
+                bar.close()
+                kept = f'{path} holds an earlier update' if os.path.exists(path) else 'there is no checkpoint yet'
+                raise fail(f'the loss of update {done} is {loss}; {kept}. Lower learning_rate={config.learning_rate}.', 3)
             tokens = (done - counted) * config.batch_size * T / (time.perf_counter() - since)
             since, counted = time.perf_counter(), done
             log(
@@ -606,13 +667,11 @@ def train(config):
                 | ({'changes': [round(c.item(), 6) for c in changes]} if changes else {})
             )
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
-        else:
-            interrupted = world == 1 and bool(stop)
-        if done % config.eval_interval == 0 or final or bool(interrupted):
+        if evaluated or interrupted:
             save(done)
-        if bool(interrupted):
+        if interrupted:
             break
-        if done % config.eval_interval == 0 or final:
+        if evaluated:
             found = {'training schedule': evaluate(raw, data, config, schedule, config.eval_batches, **shared)}
             if config.eval_exact_batches and config.recurrence != 'none':
                 found['exact'] = evaluate(raw, data, config, SEQUENTIAL, config.eval_exact_batches, **shared)
@@ -627,10 +686,10 @@ def train(config):
     if world > 1:
         del model  # were its reducer the last to hold the process group, freeing it could wait for itself
         dist.destroy_process_group()
-    if stop:
+    if interrupted:
         if first:
             print(f'interrupted; {path} holds update {done}: continue with --init_from=resume', file=sys.stderr)
-        raise SystemExit(128 + stop[0])
+        raise SystemExit(128 + interrupted)
 
 
 if __name__ == '__main__':

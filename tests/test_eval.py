@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import eval as evaluation
 import prepare_data
-from model import SEQUENTIAL
+from model import SEQUENTIAL, count_flops
 from sample import load_model
 from train import Dataset, TrainConfig, train
 
@@ -113,7 +113,12 @@ def test_bits_per_byte_equal_those_summed_by_hand(runs, capsys, name):
         assert found[label]['tokens'] == count
         assert found[label]['nats_per_token'] == pytest.approx(nats / count, rel=1e-5)
         assert found[label]['bits_per_byte'] == pytest.approx(nats / count / math.log(2), rel=1e-5)
-    assert 'bits per byte' in printed and len(found) == (6 if 'exact' in found else 5)
+    assert 'bits per byte' in printed and ('exact' in found) == (name in ('t2mlr', 'lrt'))
+    assert json.loads((out / 'eval-text-val.json').read_text()) == found
+    saved = checkpoint['config']
+    assert found['training_flops'] == count_flops(model, TrainConfig(**saved), 20)['step'] * 30 * 4 * 20
+    assert found['parameters'] == sum(p.numel() for p in model.parameters()) and found['training_seconds'] > 0
+    assert {k: saved[k] for k in found['settings']} == found['settings'] and found['settings']['max_steps'] == 30
 
 
 def test_the_schedules_differ_and_a_batch_limit_spreads(runs, capsys):
@@ -166,6 +171,50 @@ def test_a_dataset_that_the_model_cannot_read(runs, capsys, tmp_path):
     prepare_data.main([*prepare, '--group=4', '--steps=1-3', f'--out={tmp_path}/wide'])
     task = runs['task', 'lrt']
     assert 'context of 64' in refused(capsys, f'--ckpt={task}', f'--data_dir={tmp_path}/long')
-    assert 'tokens' in refused(capsys, f'--ckpt={task}', f'--data_dir={tmp_path}/wide')
+    prepare_data.main([*prepare, '--group=3', '--steps=1-3', '--n_values=4', f'--out={tmp_path}/narrow'])
+    for other in ('wide', 'narrow'):  # fewer tokens would fit, and mean something else
+        assert 'names differs' in refused(capsys, f'--ckpt={task}', f'--data_dir={tmp_path}/{other}')
     text = str(runs['text', 'lrt'].parent / 'text')
-    assert 'is a text' in refused(capsys, f'--ckpt={task}', f'--data_dir={text}')
+    assert 'kind differs' in refused(capsys, f'--ckpt={task}', f'--data_dir={text}')
+
+
+def test_checkpoints_of_equal_folder_names_stay_apart(runs, capsys, tmp_path):
+    for name in ('t2mlr', 'lrt'):
+        (tmp_path / name / 'run').mkdir(parents=True)
+        (tmp_path / name / 'run' / 'ckpt.pt').write_bytes((runs['task', name] / 'ckpt.pt').read_bytes())
+    found, _ = measured(capsys, f'--ckpt={tmp_path}/t2mlr/run,{tmp_path}/lrt/run', f'--results={tmp_path}/r.json')
+    assert len(found) == 2 and list(found) == list(json.loads((tmp_path / 'r.json').read_text()))
+
+
+def test_a_study_is_a_table_of_means(runs, capsys, tmp_path):
+    for name in ('transformer', 't2mlr'):
+        measured(capsys, f'--ckpt={runs["text", name]}')
+        whole = json.loads((runs['text', name] / 'eval-text-val.json').read_text())
+        for seed, shift in ((1, 0.1), (2, -0.1)):
+            exact = whole.get('exact', whole['training'])
+            whole['training' if name == 'transformer' else 'exact'] = exact | {'bits_per_byte': 2.0 + shift}
+            (tmp_path / f'{name}-{seed}.json').write_text(json.dumps(whole))
+    found, out = measured(capsys, f'--study={tmp_path}', f'--figure={tmp_path}/f.png')
+    assert {name: row['bits_per_byte'] for name, row in found.items()} == pytest.approx({'transformer': 2.0, 't2mlr': 2.0})
+    assert out.count('| 2.0000 | 0.2000 |') == 2 and (tmp_path / 'f.png').stat().st_size > 1000
+    (tmp_path / 'empty').mkdir()
+    assert 'holds no results' in refused(capsys, f'--study={tmp_path}/empty')
+    for content in ('{', '[]', '{}', ''):
+        (tmp_path / 'x-1.json').write_text(content)
+        assert 'x-1.json cannot be read' in refused(capsys, f'--study={tmp_path}')
+
+
+def test_files_to_write_are_checked_before_anything_is_measured(runs, capsys, tmp_path):
+    task = f'--ckpt={runs["task", "lrt"]}'
+    for given in (f'results={tmp_path}/none/r.json', f'figure={tmp_path}/none/f.png', f'results={tmp_path}', 'figure=x.zzz'):
+        assert given.partition('=')[0] + '=' in refused(capsys, task, f'--{given}')
+
+
+def test_a_stream_with_nothing_to_score(runs, capsys, tmp_path):
+    text = runs['text', 'lrt'].parent / 'text'
+    for tokens in ([65], [256] * 30):
+        meta = json.loads((text / 'meta.json').read_text())
+        meta['splits']['val']['tokens'] = len(tokens)
+        (tmp_path / 'meta.json').write_text(json.dumps(meta))
+        np.array(tokens, dtype=np.uint16).tofile(tmp_path / 'val.bin')
+        assert 'nothing to score' in refused(capsys, f'--ckpt={runs["text", "lrt"]}', f'--data_dir={tmp_path}')

@@ -430,8 +430,9 @@ def test_an_interrupted_run_leaves_no_dataset_and_the_next_one_completes(tmp_pat
 
         with monkeypatch.context() as patch:
             patch.setattr(os, 'replace', dying)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(SystemExit) as stop:
                 make('s5', out=out, overwrite=overwrite, **settings)
+            assert stop.value.code == 130
         assert not (out / 'meta.json').exists()
         assert sorted(p.name for p in tmp_path.iterdir()) == ['d', 'whole'], 'the working folder is gone'
         make('s5', out=out, **settings)

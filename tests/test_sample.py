@@ -165,7 +165,7 @@ def test_sampled_frequencies_follow_the_settings():
 def test_temperature_0_is_greedy_and_tiny_temperatures_are_finite():
     logits = torch.tensor([[0.0, 3.0, 2.9], [5.0, -5.0, 4.9]])
     generators = [torch.Generator().manual_seed(i) for i in range(2)]
-    for temperature in (0.0, 1e-6, 1e-300):
+    for temperature in (0.0, 1e-6, 1e-300, 5e-324):
         assert choose(logits, SampleConfig(temperature=temperature), generators).flatten().tolist() == [1, 0]
 
 
@@ -286,6 +286,9 @@ def test_settings_out_of_range(capsys, untrained):
         ('top_p=0', 'top_p=0'),
         ('top_p=1.5', 'top_p=1.5'),
         ('seed=-1', 'seed=-1'),
+        (f'seed={2**64}', 'seed='),
+        (f'num_samples={10**21}', 'num_samples='),
+        ('threads=100000', 'threads=100000'),
         ('ckpt=nowhere', 'nowhere'),
     ):
         assert says in refused(capsys, *([] if 'ckpt' in given else [f'--ckpt={untrained}']), f'--{given}')
@@ -300,7 +303,8 @@ def test_a_model_on_random_settings_round_trips_through_a_checkpoint(tmp_path, t
         config.check()
         model = build(config).to(torch.float64 if config.dtype == 'float64' else torch.float32)
         path = str(tmp_path / f'{i}.pt')
-        save_checkpoint(path, {'model': model.state_dict(), 'config': asdict(config), 'step': 0, 'meta': {}})
+        rest = {'optimizers': [], 'best_loss': 0.0, 'rng': torch.get_rng_state()}
+        save_checkpoint(path, {'model': model.state_dict(), 'config': asdict(config), 'step': 0, 'meta': {}} | rest)
         loaded, _ = load_model(path)
         assert loaded.config == GPTConfig(**{k: v for k, v in asdict(config).items() if k in asdict(GPTConfig())})
         tokens = torch.randint(257, (2, 9))
@@ -311,3 +315,13 @@ def test_a_model_on_random_settings_round_trips_through_a_checkpoint(tmp_path, t
 def test_find_checkpoint_names_what_is_missing():
     with pytest.raises(ConfigError, match='under nowhere/'):
         find_checkpoint('', root='nowhere')
+
+
+def test_a_model_without_numbers_says_so(tmp_path, capsys, untrained):
+    whole = read_checkpoint(untrained / 'ckpt.pt')
+    whole['model']['embed.weight'].fill_(float('nan'))
+    save_checkpoint(str(tmp_path / 'ckpt.pt'), whole)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        sample.main([f'--ckpt={tmp_path}', '--prompt=a', '--device=cpu'])
+    assert stop.value.code == 2 and 'not finite' in capsys.readouterr().err

@@ -6,12 +6,14 @@ import math
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import types
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -91,6 +93,7 @@ def same_run(a, b):
     for checkpoint in (one, other):
         for name in ('out_dir', 'init_from', 'max_steps'):
             del checkpoint['config'][name]
+        del checkpoint['path']
     assert same_bits(one, other)
     assert log_of(a) == log_of(b)
 
@@ -192,10 +195,57 @@ def test_what_stands_in_the_way_of_a_start(folders, tmp_path):
     with pytest.raises(ConfigError, match='init_from=resume'):
         train.train(config)
     whole = (tmp_path / 'out' / 'ckpt.pt').read_bytes()
-    for damaged in (b'', whole[:1000], whole[: len(whole) // 2], b'\x00' * 500):
+    for damaged in (b'', whole[:1000], whole[: len(whole) // 2], b'\x00' * 500, b'0' * 500):
         (tmp_path / 'out' / 'ckpt.pt').write_bytes(damaged)
-        with pytest.raises(ConfigError, match='cannot be read'):
+        with pytest.raises(ConfigError, match='cannot be used'):
             train.train(replace(config, init_from='resume'))
+
+
+def test_a_damaged_checkpoint_is_never_used(folders, tmp_path):
+    """A flipped byte anywhere in the weights, a missing part, weights of another shape, another dataset."""
+    config = settings(folders, tmp_path, max_steps=3)
+    train.train(config)
+    path = tmp_path / 'ckpt.pt'
+    whole, found = path.read_bytes(), read_checkpoint(path)
+    resumed = replace(config, init_from='resume', max_steps=4)
+    with zipfile.ZipFile(path) as parts:
+        data = [part for part in parts.infolist() if '/data/' in part.filename and part.file_size > 100]
+    for part in data:
+        at = part.header_offset + 200 + part.file_size // 2
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ConfigError, match='checksum'):
+            train.train(resumed)
+    for name in ('model', 'optimizers', 'step', 'rng', 'best_loss', 'meta'):
+        train.save_checkpoint(str(path), {k: v for k, v in found.items() if k != name})
+        with pytest.raises(ConfigError, match=f'lacks {name}'):
+            train.train(resumed)
+    log = (tmp_path / 'log.jsonl').read_bytes()
+    wrong = [{'model': {'embed.weight': torch.zeros(3)}}, {'optimizers': []}, {'optimizers': [{}]}, {'rng': torch.ones(3)}]
+    for changed in wrong:
+        train.save_checkpoint(str(path), found | changed)
+        with pytest.raises(ConfigError, match='do(es)? not fit'):
+            train.train(resumed)
+    assert (tmp_path / 'log.jsonl').read_bytes() == log
+    path.write_bytes(whole)
+    with pytest.raises(ConfigError, match='max_steps=2 lies behind'):
+        train.train(replace(resumed, max_steps=2, warmup_steps=0, decay_steps=0))
+    meta = found['meta'] | {'tokenizer': 'another'}
+    train.save_checkpoint(str(path), found | {'meta': meta})
+    with pytest.raises(ConfigError, match='tokenizer differs'):
+        train.train(resumed)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(folders, tmp_path, capsys):
+    """Exit code 3, one sentence, and the checkpoint of before."""
+    config = settings(folders, tmp_path, max_steps=4, log_interval=100)
+    train.train(config)
+    before = (tmp_path / 'ckpt.pt').read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        train.train(replace(config, init_from='resume', max_steps=12, learning_rate=1e30, decay_steps=0, grad_clip=0.0))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
+    assert stop.value.code == 3 and len(said) == 1 and 'learning_rate=1e+30' in said[0]
+    assert (tmp_path / 'ckpt.pt').read_bytes() == before
+    assert all(math.isfinite(loss) for loss in losses(tmp_path))
 
 
 def test_a_checkpoint_executes_nothing(tmp_path):
@@ -208,7 +258,7 @@ def test_a_checkpoint_executes_nothing(tmp_path):
     torch.save({'config': {}, 'model': Bomb()}, tmp_path / 'a.pt')
     (tmp_path / 'b.pt').write_bytes(pickle.dumps(Bomb()))
     for name in 'ab':
-        with pytest.raises(ConfigError, match='cannot be read'):
+        with pytest.raises(ConfigError, match='cannot be used'):
             read_checkpoint(str(tmp_path / f'{name}.pt'))
     assert not (tmp_path / 'executed').exists()
 
@@ -585,9 +635,70 @@ def test_datasets_that_do_not_fit(folders, tmp_path):
         with pytest.raises(ConfigError, match=says):
             train.train(replace(config, **changed))
         assert not (tmp_path / 'out').exists(), name
-    (tmp_path / 'meta.json').write_text('{"kind": ')
-    with pytest.raises(ConfigError, match='meta.json cannot be read'):
-        train.train(replace(config, data_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match='holds no dataset'):
+        train.train(replace(config, data_dir=str(folders / 'text' / 'train.bin')))
+
+
+def copied(source, target):
+    shutil.rmtree(target, ignore_errors=True)
+    return Path(shutil.copytree(source, target))
+
+
+def test_damaged_metadata_is_one_sentence(folders, tmp_path):
+    """Every key of meta.json that training reads, missing or of a wrong kind; and files that are no JSON object."""
+    for kind in ('text', 'task'):
+        config = settings(folders, tmp_path / 'out', kind, max_steps=1, warmup_steps=0)
+        whole = json.loads((folders / kind / 'meta.json').read_text())
+        cases = ['{"kind": ', '[]', 'null', '{}', '[' * 100_000]
+        for name in {'kind', 'vocab_size', 'splits'} | ({'dtype'} if kind == 'text' else {'scores', 'longest'}):
+            for value in (None, 'zzz', -1, 1.5, [], {}, float('nan')):
+                if (name, value) not in (('scores', {}),):
+                    cases.append(json.dumps(whole | {name: value}))
+        cases += [json.dumps(whole | {'vocab_size': v}) for v in (0, 10**18)]
+        for case in cases:
+            folder = copied(folders / kind, tmp_path / 'data')
+            (folder / 'meta.json').write_text(case)
+            try:
+                train.train(replace(config, data_dir=str(folder)))
+            except ConfigError as e:
+                assert str(folder) in str(e) and not (tmp_path / 'out').exists()
+            else:
+                pytest.fail(f'accepted: {case[:300]}')
+
+
+def test_damaged_data_is_one_sentence(folders, tmp_path):
+    """Cut, empty, missing and of another type; ids outside the vocabulary end the run when they are met."""
+    for kind, suffix in (('text', 'bin'), ('task', 'npz')):
+        config = settings(folders, tmp_path / 'out', kind, max_steps=1, warmup_steps=0)
+        for split in ('train', 'val'):
+            whole = (folders / kind / f'{split}.{suffix}').read_bytes()
+            middle = len(whole) // 2
+            flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+            for content in (None, b'', whole[: middle // 2 * 2], whole[:-1], *([flipped] if kind == 'task' else [])):
+                folder = copied(folders / kind, tmp_path / 'data')
+                (folder / f'{split}.{suffix}').unlink()
+                if content is not None:
+                    (folder / f'{split}.{suffix}').write_bytes(content)
+                with pytest.raises(ConfigError, match=f'{split}.{suffix} cannot be read'):
+                    train.train(replace(config, data_dir=str(folder)))
+                assert not (tmp_path / 'out').exists()
+    config = settings(folders, tmp_path / 'out', max_steps=1, warmup_steps=0, batch_size=400)
+    folder = copied(folders / 'text', tmp_path / 'data')
+    stream = np.fromfile(folder / 'train.bin', dtype=np.uint16)
+    stream[::7] = 999
+    stream.tofile(folder / 'train.bin')
+    with pytest.raises(ConfigError, match='token 999 in train, outside its vocabulary of 257'):
+        train.train(replace(config, data_dir=str(folder)))
+    config = settings(folders, tmp_path / 'out2', 'task', max_steps=1, warmup_steps=0)
+    for name, value in (('tokens', None), ('targets', np.zeros(3, int)), ('tokens', 'float'), ('tokens', 'text')):
+        folder = copied(folders / 'task', tmp_path / 'data')
+        arrays = dict(np.load(folder / 'train.npz'))
+        value = arrays[name].astype(float) + 0.5 if isinstance(value, str) and value == 'float' else value
+        value = arrays[name].astype(str) if isinstance(value, str) else value
+        arrays = {k: v for k, v in (arrays | {name: value}).items() if v is not None}
+        np.savez(folder / 'train.npz', **arrays)
+        with pytest.raises(ConfigError, match='train.npz cannot be read'):
+            train.train(replace(config, data_dir=str(folder)))
 
 
 class FakeRun:
