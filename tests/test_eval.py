@@ -159,7 +159,7 @@ def test_what_cannot_be_measured_is_one_sentence(runs, capsys, tmp_path, monkeyp
     assert 'text model' in refused(capsys, f'--ckpt={text}', '--results=r.json')
     assert not (tmp_path / 'r.json').exists()
     (tmp_path / 'cut.pt').write_bytes((task / 'ckpt.pt').read_bytes()[:-100])
-    assert 'cannot be read' in refused(capsys, '--ckpt=cut.pt')
+    assert 'cannot be used' in refused(capsys, '--ckpt=cut.pt')
     for given in ('batch_size=0', 'max_batches=-1', 'threads=-1'):
         assert given in refused(capsys, f'--ckpt={task}', f'--{given}')
 
