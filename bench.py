@@ -1,11 +1,14 @@
 """Measures what the recurrences cost, as ratios to the plain transformer in one run: `python bench.py train --json=True`.
 
     python bench.py train      a training step under each schedule, beside the ratio of operations, which is the floor
+    python bench.py decode     a decoded token of each architecture, behind a prompt
+    python bench.py prefill    reading a prompt token by token, and by parallel fixed-point passes
     python bench.py configs    parameters and operations of every config, as a table in Markdown; measures nothing
 
 Rounds are interleaved (every variant once, then all again), so that a machine whose speed drifts slows all of them alike.
 """
 
+import functools
 import glob
 import json
 import os
@@ -18,8 +21,9 @@ import torch
 from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse, read_file, reporting
-from model import GPTConfig, build, count_flops, count_parameters
-from train import TrainConfig, make_optimizers, pick_device
+from model import SEQUENTIAL, GPTConfig, build, count_flops, count_parameters
+from sample import SampleConfig, find_checkpoint, load_model, prefill
+from train import Dataset, TrainConfig, make_optimizers, pick_device
 
 
 @dataclass
@@ -72,6 +76,26 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
+def measure(calls, rounds, device):
+    """{name: seconds of each of `rounds` rounds} of the functions in `calls`, all of them in every round; two warm up."""
+    times = {name: [] for name in calls}
+    for number in tqdm(range(-2, rounds), desc='rounds', leave=False, disable=None):
+        for name, call in calls.items():
+            synchronize(device)
+            begin = time.perf_counter()
+            call()
+            synchronize(device)
+            if number >= 0:
+                times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def compare(times, base):
+    """{name: {'ms': median, 'ratio': of the medians}}; the ratio is to `base`."""
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return {name: {'ms': round(m * 1e3, 3), 'ratio': round(m / medians[base], 3)} for name, m in medians.items()}
+
+
 def training_step(bench, variant, device):
     """(a function that makes one update of `variant`, the operations of it as a multiple of the plain transformer's)."""
     shape = {k: v for k, v in asdict(bench).items() if k in TrainConfig.__dataclass_fields__}
@@ -102,28 +126,151 @@ def bench_train(bench):
     device = pick_device(bench.device)
     chosen = [name for name in bench.only.split(',') if name] or list(VARIANTS)
     steps = {name: training_step(bench, name, device) for name in dict.fromkeys(['plain', *chosen])}
-    times = {name: [] for name in steps}
-    for round_ in tqdm(range(-2, bench.rounds), desc='rounds', leave=False, disable=None):
-        for name, (step, _) in steps.items():
-            synchronize(device)
-            begin = time.perf_counter()
-            step()
-            synchronize(device)
-            if round_ >= 0:  # the first two warm up
-                times[name].append(time.perf_counter() - begin)
-    plain = statistics.median(times['plain'])
+    found = compare(measure({name: step for name, (step, _) in steps.items()}, bench.rounds, device), 'plain')
     print(f'{"variant":<20}{"ms":>9}{"ratio":>8}{"floor":>8}')
-    found = {}
     for name, (_, floor) in steps.items():
-        median = statistics.median(times[name])
-        found[name] = {'ms': round(median * 1e3, 2), 'ratio': round(median / plain, 3), 'floor': round(floor, 3)}
-        print(f'{name:<20}{median * 1e3:>9.1f}{median / plain:>8.2f}{floor:>8.2f}')
+        found[name]['floor'] = round(floor, 3)
+        print(f'{name:<20}{found[name]["ms"]:>9.1f}{found[name]["ratio"]:>8.2f}{floor:>8.2f}')
     if bench.profile:
         for name, (step, _) in steps.items():
             with torch.profiler.profile() as profile:
                 step()
             print(f'\n{name}')
             print(profile.key_averages().table(sort_by='self_cpu_time_total', row_limit=15, max_name_column_width=40))
+    return found
+
+
+@dataclass
+class DecodeBench:
+    n_layer: int = key(20, 'layers')
+    n_embd: int = key(512, 'width')
+    n_head: int = key(8, 'heads')
+    vocab_size: int = key(32768, 'tokens in the vocabulary, as in the LRT paper')
+    block_size: int = key(256, 'slots of the state')
+    batch_size: int = key(1, 'sequences decoded together')
+    prompt: int = key(32, 'tokens before the first that is measured')
+    tokens: int = key(8, 'tokens in a round')
+    rounds: int = key(15, 'rounds; the medians are reported')
+    compile: bool = key(False, 'compile the repeated block')
+    device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
+    threads: int = key(0, 'CPU threads; 0 leaves the default')
+    json: bool = key(False, 'also print one JSON object as the last line')
+
+    def check(self):
+        for name in ('rounds', 'batch_size', 'vocab_size', 'prompt', 'tokens'):
+            if getattr(self, name) < 1:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
+        if self.prompt + self.tokens > self.block_size:
+            raise ConfigError(f'prompt={self.prompt} and tokens={self.tokens} do not fit block_size={self.block_size}.')
+        GPTConfig(**{k: v for k, v in asdict(self).items() if k in GPTConfig.__dataclass_fields__}).check()
+
+
+def decoding_variants(n_layer):
+    """The architectures of one size: a T2MLR span of a fifth of the layers in the middle, LRT's source at 0.6 of the depth."""
+    start, span, source = round(0.4 * n_layer), max(1, n_layer // 5), round(0.6 * n_layer)
+    return {
+        'plain': {},
+        't2mlr': {'recurrence': 't2mlr', 'l_start': start, 'l_end': start + span - 1, 'gamma_init': 0.1},
+        'lrt_shared': {'recurrence': 'lrt', 'source_layer': source},
+        'lrt_layerwise': {'recurrence': 'lrt', 'source_layer': source, 'memory_projection': 'layerwise'},
+    }
+
+
+@torch.inference_mode()
+def bench_decode(bench):
+    """Milliseconds a token, one forward each. The floors: the operations, and the weights that a token reads, which bind a
+    single sequence; both as ratios to the plain transformer's."""
+    if bench.threads:
+        torch.set_num_threads(bench.threads)
+    device = pick_device(bench.device)
+    token = torch.zeros(bench.batch_size, 1, dtype=torch.long, device=device)
+    calls, floors, weights = {}, {}, {}
+    for name, variant in decoding_variants(bench.n_layer).items():
+        shape = {k: v for k, v in asdict(bench).items() if k in GPTConfig.__dataclass_fields__}
+        model = build(GPTConfig(**shape | variant)).to(device).eval()
+        if bench.compile:
+            model.compile()
+        state = model.new_state(bench.batch_size)
+        flops = count_flops(model, SEQUENTIAL, bench.block_size)
+        floors[name] = flops['decode'] / flops['plain_forward']
+        weights[name] = sum(count_parameters(model).values()) - model.embed.weight.numel()
+
+        def call(model=model, state=state):
+            state.position = torch.full_like(state.position, bench.prompt)  # the same slots in every round
+            for _ in range(bench.tokens):
+                model(token, schedule=SEQUENTIAL, state=state)
+
+        calls[name] = call
+    found = compare(measure(calls, bench.rounds, device), 'plain')
+    print(f'{"variant":<16}{"ms/token":>10}{"ratio":>8}{"operations":>12}{"weights":>9}')
+    for name, row in found.items():
+        row['ms'] = round(row['ms'] / bench.tokens, 3)
+        row['floor'], row['weights'] = round(floors[name], 3), round(weights[name] / weights['plain'], 3)
+        print(f'{name:<16}{row["ms"]:>10.2f}{row["ratio"]:>8.3f}{row["floor"]:>12.3f}{row["weights"]:>9.3f}')
+    return found
+
+
+@dataclass
+class PrefillBench:
+    ckpt: str = key('', 'checkpoint of a recurrent text model; empty measures fresh models, which converge sooner')
+    n_layer: int = key(12, 'layers of a fresh model')
+    n_embd: int = key(256, 'width of a fresh model')
+    n_head: int = key(4, 'heads of a fresh model')
+    prompt: int = key(256, 'tokens of the prompt')
+    jacobi_tol: float = key(1e-5, 'passes end when the span moves by less than this share')
+    rounds: int = key(3, 'rounds; the medians are reported')
+    device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
+    threads: int = key(0, 'CPU threads; 0 leaves the default')
+    json: bool = key(False, 'also print one JSON object as the last line')
+
+    def check(self):
+        for name in ('n_layer', 'n_embd', 'n_head', 'prompt', 'rounds'):
+            if getattr(self, name) < 1:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
+        SampleConfig(jacobi_tol=self.jacobi_tol, threads=self.threads).check()
+
+
+@torch.inference_mode()
+def bench_prefill(bench):
+    """Milliseconds for a prompt, token by token and in parallel; the passes; and how far the logits after it lie apart."""
+    if bench.threads:
+        torch.set_num_threads(bench.threads)
+    device = pick_device(bench.device)
+    models, tokens = {}, torch.randint(256, (1, bench.prompt), generator=torch.Generator().manual_seed(0))
+    if bench.ckpt:
+        model, checkpoint = load_model(find_checkpoint(bench.ckpt), device)
+        name = model.config.recurrence
+        if name == 'none' or checkpoint['meta']['kind'] != 'text' or bench.prompt > model.config.block_size:
+            raise ConfigError(
+                f'ckpt={bench.ckpt} must be a recurrent text model with a context of {bench.prompt} tokens or more; it has '
+                f'recurrence={name} and a context of {model.config.block_size}.'
+            )
+        tokens = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val')[: bench.prompt].astype('int64'))[None]
+        models[name] = model
+    else:
+        shape = dict(vocab_size=257, block_size=bench.prompt, n_layer=bench.n_layer, n_embd=bench.n_embd, n_head=bench.n_head)
+        variants = decoding_variants(bench.n_layer)
+        models = {n: build(GPTConfig(**shape | v)).to(device).eval() for n, v in variants.items() if v}
+    tokens, found = tokens.to(device), {}
+    print(f'{"variant":<16}{"exact, ms":>11}{"jacobi, ms":>12}{"speed-up":>10}{"passes":>8}{"difference":>12}')
+    for name, model in models.items():
+        ways = {
+            how: SampleConfig(prefill=how, prefill_chunk=bench.prompt, jacobi_tol=bench.jacobi_tol)
+            for how in ('exact', 'jacobi')
+        }
+        last = {}
+
+        def read(how, model=model, ways=ways, last=last):
+            last[how] = prefill(model, model.new_state(1), tokens, ways[how])
+
+        rows = compare(measure({how: functools.partial(read, how) for how in ways}, bench.rounds, device), 'jacobi')
+        difference = (last['exact'][0] - last['jacobi'][0]).abs().max().item()
+        row = {'exact_ms': rows['exact']['ms'], 'jacobi_ms': rows['jacobi']['ms'], 'speed_up': rows['exact']['ratio']}
+        found[name] = row | {'passes': last['jacobi'][1], 'difference': difference}
+        print(
+            f'{name:<16}{row["exact_ms"]:>11.1f}{row["jacobi_ms"]:>12.1f}{row["speed_up"]:>10.1f}{last["jacobi"][1]:>8}'
+            f'{difference:>12.1e}'
+        )
     return found
 
 
@@ -155,7 +302,12 @@ def bench_configs(bench):
     return found
 
 
-BENCHES = {'train': (TrainBench, bench_train), 'configs': (ConfigsBench, bench_configs)}
+BENCHES = {
+    'train': (TrainBench, bench_train),
+    'decode': (DecodeBench, bench_decode),
+    'prefill': (PrefillBench, bench_prefill),
+    'configs': (ConfigsBench, bench_configs),
+}
 
 
 def main(argv):

@@ -221,7 +221,7 @@ PARALLEL, SEQUENTIAL = Schedule(), Schedule(schedule='sequential')
 class State:
     """What decoding keeps between tokens. Rows of a batch end at the same slot; a shorter one starts later."""
 
-    kv: list  # for each depth of the stack, keys and values: two (B, G, block_size, d)
+    kv: list  # for each depth of the stack, keys and values: two (B, G, slots, d)
     memory: torch.Tensor  # (B, 1, D): the memory that the next token reads; the LSTM keeps (h, c)
     position: torch.Tensor  # (1,): the slot of the next token
     start: torch.Tensor  # (B,): the slot of each row's first token; slots before it are padding
@@ -335,7 +335,7 @@ class Attention(nn.Module):
             gate_loc, gate_rec = (2 * self.gate_memory(x).sigmoid()).unsqueeze(-1).chunk(2, 2)
             k, v = gate_loc * k, gate_loc * v
             if memory is not None:
-                k, v = k + gate_rec * memory[0].view(heads), v + gate_rec * memory[1].view(heads)
+                k, v = (torch.addcmul(a, gate_rec, m.view(heads)) for a, m in zip((k, v), memory, strict=True))
         if self.gate_ve is not None:
             v = v + 2 * self.gate_ve(x).sigmoid().unsqueeze(-1) * value.view(heads)
         if cos is not None:
@@ -538,13 +538,16 @@ class GPT(nn.Module):
             norm.weight.fill_(1.0)
 
     def build_rope(self):
-        """Tables (block_size, d), from angles in float64, kept in float32 (float64 in a float64 model), never less."""
+        """Tables (2 block_size, d), from angles in float64, kept in float32 (float64 in a float64 model), never less.
+
+        Twice the context, because padding before a short row of a batch takes slots too.
+        """
         if self.config.positional == 'none':
             self.cos = self.sin = None
             return
         weight, d = self.embed.weight, self.config.head_dim
         frequency = self.config.rope_base ** (-torch.arange(0, d, 2, dtype=torch.float64, device='cpu') / d)
-        angle = torch.arange(self.config.block_size, dtype=torch.float64, device='cpu')[:, None] * frequency
+        angle = torch.arange(2 * self.config.block_size, dtype=torch.float64, device='cpu')[:, None] * frequency
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
         self.cos, self.sin = cos.to(dtype).to(weight.device), sin.to(dtype).to(weight.device)
@@ -567,12 +570,13 @@ class GPT(nn.Module):
         shape = (B, c.kv_dim // c.head_dim, slots, c.head_dim)
         return [tuple(torch.zeros(shape, dtype=dtype, device=weight.device) for _ in 'kv') for _ in self.stack]
 
-    def new_state(self, B, start=None):
-        """The state before the first token, for B rows. start (B,): slots of padding before each row's first token."""
+    def new_state(self, B, start=None, slots=0):
+        """The state before the first token, for B rows. start (B,): slots of padding before each row's first token.
+        slots: how many the buffers have, at most 2 block_size; 0 means block_size."""
         weight = self.embed.weight
         start = torch.zeros(B, dtype=torch.long, device=weight.device) if start is None else start.to(weight.device)
         return State(
-            self.new_kv(B, self.config.block_size),
+            self.new_kv(B, slots or self.config.block_size),
             torch.zeros(B, 1, self.config.n_embd, dtype=weight.dtype, device=weight.device),
             torch.zeros(1, dtype=torch.long, device=weight.device),
             start,
@@ -597,7 +601,7 @@ class GPT(nn.Module):
         if c.document_attention:
             first = torch.where(opens, slots, torch.zeros_like(tokens) if first is None else first).cummax(1).values
         if first is not None:
-            keys = torch.arange(T if state is None else c.block_size, device=tokens.device)
+            keys = torch.arange(T if state is None else state.kv[0][0].size(2), device=tokens.device)
             oldest = torch.minimum(first, slots).unsqueeze(-1)  # a padding slot sees itself: no query is without a key
             mask = ((keys >= oldest) & (keys <= slots[:, None])).unsqueeze(1)
         x0 = self.norm_embed(self.embed(tokens))
@@ -707,7 +711,9 @@ class GPT(nn.Module):
         measured, settled = schedule.schedule == 'jacobi' and (changes is not None or schedule.jacobi_tol), False
         for number, positions in enumerate(passes):
             graded = number >= len(passes) - schedule.n_graded(T)
-            if settled and not graded:
+            if settled and not (graded and torch.is_grad_enabled()):
+                if graded:
+                    outputs.append(merge(newest, T))
                 continue
             last = newest[-1] if newest else None
             with torch.set_grad_enabled(torch.is_grad_enabled() and graded):
@@ -749,7 +755,7 @@ class LSTM(nn.Module):
     def scored_passes(self, schedule, T):
         return [range(T)]
 
-    def new_state(self, B, start=None):
+    def new_state(self, B, start=None, slots=0):
         weight = self.embed.weight
         start = torch.zeros(B, dtype=torch.long, device=weight.device) if start is None else start.to(weight.device)
         zero = torch.zeros(self.config.n_layer, B, self.config.n_embd, dtype=weight.dtype, device=weight.device)

@@ -1,12 +1,14 @@
 """Decodes from a checkpoint: `python sample.py` takes the newest one under out/.
 
 Every token costs one forward of one position: the state holds the keys and values of all layers and one memory vector a
-sequence. A text model continues the prompt; a model of an aligned task answers at every token of the prompt.
+sequence. A prompt is read token by token (--prefill=exact) or in parallel, by fixed-point passes (--prefill=jacobi). A text
+model continues the prompt; a model of an aligned task answers at every token of the prompt.
 """
 
 import codecs
 import copy
 import glob
+import json
 import os
 import sys
 from dataclasses import dataclass, fields
@@ -15,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import ConfigError, key, parse, reporting
-from model import SEQUENTIAL, GPTConfig, build
+from model import SEQUENTIAL, GPTConfig, Schedule, build
 from prepare_data import decode, encode
 from train import load_weights, pick_device, read_checkpoint
 
@@ -25,25 +27,40 @@ class SampleConfig:
     ckpt: str = key('', 'checkpoint, or the folder that holds ckpt.pt; empty takes the newest under out/')
     prompt: str = key('', 'text to continue')
     prompt_file: str = key('', 'read the prompt from this file; - is the standard input')
-    num_samples: int = key(1, 'continuations of the prompt, decoded together')
+    prompt_lines: bool = key(False, 'prompt_file holds one prompt a line; all are continued together')
+    num_samples: int = key(1, 'continuations of each prompt; they share its prefill')
     max_tokens: int = key(256, 'tokens to add at most; the end of the context or of the document stops earlier')
     temperature: float = key(0.8, 'below 1 favours likely tokens; 0 always takes the likeliest')
     top_k: int = key(0, 'sample among the k likeliest tokens; 0 is all')
     top_p: float = key(1.0, 'sample among the likeliest tokens that together reach this probability')
+    min_p: float = key(0.0, 'sample among the tokens with at least this share of the likeliest one')
+    stop: str = key('', 'end a continuation before this text; several are separated by |')
     seed: int = key(1337, 'sample i is drawn with seed + i, whatever is decoded beside it')
+    prefill: str = key('jacobi', 'prompts token by token, or by parallel passes', ('jacobi', 'exact'))
+    prefill_chunk: int = key(256, 'jacobi: tokens that are solved together; a longer prompt is read chunk by chunk')
+    jacobi_tol: float = key(1e-5, 'jacobi: passes end when the span moves by less than this share; 0 iterates until exact')
+    overflow: str = key('stop', 'at the end of the context stop, or go on from its second half', ('stop', 'slide'))
+    interactive: bool = key(False, 'read a line, continue it, read the next; the state stays between turns')
+    compile: bool = key(False, 'compile the repeated block; pays off over many tokens')
+    json: bool = key(False, 'print one JSON object a continuation, with the log-probability of each token')
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default')
 
     def check(self):
-        for name, low in (('num_samples', 1), ('max_tokens', 1), ('temperature', 0), ('top_k', 0), ('seed', 0), ('threads', 0)):
-            if getattr(self, name) < low:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low}.')
+        low = {'num_samples': 1, 'max_tokens': 1, 'temperature': 0, 'top_k': 0, 'seed': 0, 'threads': 0, 'prefill_chunk': 1}
+        for name, least in (low | {'jacobi_tol': 0}).items():
+            if getattr(self, name) < least:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least {least}.')
         if self.seed >= 2**62 or self.num_samples > 10**6 or self.threads > 1024:
             raise ConfigError(f'seed={self.seed}, num_samples={self.num_samples} or threads={self.threads} is too large.')
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f'top_p={self.top_p} must be above 0 and at most 1.')
+        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ConfigError(f'top_p={self.top_p} must be above 0 and min_p={self.min_p} at least 0, both at most 1.')
         if self.prompt and self.prompt_file:
             raise ConfigError(f'both prompt and prompt_file={self.prompt_file} are given; keep one.')
+        if self.prompt_lines and not self.prompt_file:
+            raise ConfigError('prompt_lines=True needs prompt_file, the file with one prompt a line.')
+        if self.interactive and (self.prompt_file or self.num_samples > 1 or self.json):
+            raise ConfigError('interactive=True reads prompts from the keyboard and takes no prompt_file, num_samples or json.')
 
 
 def find_checkpoint(path, root='out'):
@@ -74,42 +91,130 @@ def choose(logits, config, generators):
     p = ((logits - logits[:, :1]) / config.temperature).softmax(-1)
     p[:, config.top_k or p.size(-1) :] = 0
     p[:, 1:][p.cumsum(-1)[:, :-1] >= config.top_p * p.sum(-1, keepdim=True)] = 0  # the token that crosses top_p stays
+    p[p < config.min_p * p[:, :1]] = 0
     drawn = torch.stack([torch.multinomial(row, 1, generator=g) for row, g in zip(p.cpu(), generators, strict=True)])
     return order.gather(-1, drawn.to(order.device))
 
 
-def repeat_state(state, n):
-    """The state of one sequence as that of n equal ones, so that several samples share one prefill."""
-    wide = copy.copy(state)
-    wide.kv = [tuple(t.repeat(n, 1, 1, 1) for t in kv) for kv in state.kv]
-    lstm = isinstance(state.memory, tuple)
-    wide.memory = tuple(s.repeat(1, n, 1) for s in state.memory) if lstm else state.memory.repeat(n, 1, 1)
-    wide.start, wide.first = state.start.repeat(n), state.first.repeat(n)
-    return wide
+def prefill(model, state, tokens, config):
+    """Reads `tokens` (B, n) behind `state`: the logits after the last one, (B, vocab_size), and the passes it took.
 
-
-def generate(model, prompt, config, stop_token=-1):
-    """Yields the tokens of each step, (num_samples,), after `prompt` (a list of at least one token).
-
-    A row that has drawn stop_token yields it ever after; the last step is the one at which all have, or the context ends.
+    `jacobi` iterates over a chunk of tokens at once, until the largest relative change of the span's output is below jacobi_tol
+    or, by the exact-prefix law, nothing can change any more; a tolerance of 0 is exact. Prelude and coda run once.
     """
-    device = model.embed.weight.device
-    state = model.new_state(1)
-    logits = model(torch.tensor([prompt], device=device), schedule=SEQUENTIAL, state=state)[:, -1]
-    state, logits = repeat_state(state, config.num_samples), logits.repeat(config.num_samples, 1)
-    generators = [torch.Generator().manual_seed(config.seed + i) for i in range(config.num_samples)]
-    ended = torch.zeros(config.num_samples, 1, dtype=torch.bool, device=device)
-    token = None
-    for _ in range(min(config.max_tokens, model.config.block_size - len(prompt) + 1)):
-        if not logits.isfinite().all():
+    if model.config.recurrence == 'none':
+        return model(tokens, state=state)[:, -1], 1
+    passes = 0
+    for chunk in tokens.split(1 if config.prefill == 'exact' else config.prefill_chunk, 1):
+        changes, n = [], chunk.size(1)
+        schedule = Schedule('jacobi', d_forward=n, d_backward=1, jacobi_tol=config.jacobi_tol) if n > 1 else SEQUENTIAL
+        logits = model(chunk, schedule=schedule, state=state, changes=changes)
+        passes += 1 + len(changes)
+    return logits[:, -1], passes
+
+
+class Decoder:
+    """Sequences that are decoded together: their tokens, and the state behind those that have been read.
+
+    The state is made once and never grows. Rows may begin with prompts of different lengths; each is what it would be alone.
+    """
+
+    def __init__(self, model, config):
+        self.model, self.config, self.size = model, config, model.config.block_size
+        self.rows, self.ended, self.state, self.logits, self.passes = [], [], None, None, 0
+
+    def read(self, new):
+        """Reads `new`, a list of ids for each row (of one length, after the first time), and leaves logits (rows, vocab_size).
+
+        A row that does not fit the context goes on from its last half, which is read again into a fresh state.
+        """
+        self.ended = self.ended or [False] * len(new)
+        rows = zip(self.rows or [[]] * len(new), new, self.ended, strict=True)
+        self.rows = [row if ended else row + more for row, more, ended in rows]  # an ended row runs along without effect
+        if self.state is None or any(len(row) > self.size for row in self.rows):
+            self.rows = [row if len(row) <= self.size else row[-max(1, self.size // 2) :] for row in self.rows]
+            new, longest = self.rows, max(map(len, self.rows))
+            start = torch.tensor([longest - len(row) for row in new])
+            self.state = self.model.new_state(len(new), start, self.size + int(start.max()))
+            new = [[0] * (longest - len(row)) + row for row in new]
+        tokens = torch.tensor(new, device=self.model.embed.weight.device)
+        self.logits, passes = prefill(self.model, self.state, tokens, self.config)
+        self.passes += passes
+        if not self.logits.isfinite().all():
             raise ConfigError('the model gives no numbers (its weights are not finite); take an earlier checkpoint.')
-        if token is not None:
-            logits = model(token.clamp(min=0), schedule=SEQUENTIAL, state=state)[:, -1]
-        token = choose(logits, config, generators).masked_fill(ended, stop_token)
-        ended |= token == stop_token
-        yield token.flatten().tolist()
-        if ended.all():
-            return
+
+    def widen(self, n):
+        """Each row n times, so that several samples share one prefill."""
+        self.rows, self.ended = [row for row in self.rows for _ in range(n)], self.ended * n
+        state = copy.copy(self.state)
+        state.kv = [tuple(t.repeat_interleave(n, 0) for t in kv) for kv in state.kv]
+        lstm = isinstance(state.memory, tuple)
+        state.memory = tuple(s.repeat_interleave(n, 1) for s in state.memory) if lstm else state.memory.repeat_interleave(n, 0)
+        state.start, state.first = state.start.repeat_interleave(n), state.first.repeat_interleave(n)
+        self.state, self.logits = state, self.logits.repeat_interleave(n, 0)
+
+
+def generate(decoder, config, push, generators=None):
+    """Draws tokens until every row has ended, one forward of one position each.
+
+    push(i, token, log-probability) takes a token of row i and says
+    whether the row ends with it. A row whose context is full ends too, unless overflow=slide. Row i draws from generators[i];
+    without them, the samples of a prompt from seed, seed + 1, ... Returns the tokens drawn last, which have not been read.
+    """
+    n = len(decoder.rows)
+    generators = generators or [torch.Generator().manual_seed(config.seed + i % config.num_samples) for i in range(n)]
+    drawn, decoder.ended = None, [False] * n
+    for _ in range(config.max_tokens):
+        if drawn is not None:
+            decoder.read([[token] for token in drawn])
+        token = choose(decoder.logits, config, generators)
+        drawn = token.flatten().tolist()
+        likelihood = decoder.logits.double().log_softmax(-1).gather(-1, token).flatten().tolist()
+        for i in range(n):
+            full = config.overflow == 'stop' and len(decoder.rows[i]) == decoder.size
+            decoder.ended[i] = decoder.ended[i] or push(i, drawn[i], likelihood[i]) or full
+        if all(decoder.ended):
+            break
+    return drawn
+
+
+class Text:
+    """The text of one row as its tokens arrive: whole characters, and nothing that may yet turn out to be a stop text."""
+
+    def __init__(self, meta, stops):
+        self.meta, self.stops = meta, stops
+        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may span several tokens
+        self.tokens, self.likelihoods, self.text, self.shown, self.finish = [], [], '', 0, None
+
+    def push(self, token, likelihood):
+        """Takes a token; returns whether it ends the row."""
+        self.tokens.append(token)
+        self.likelihoods.append(likelihood)
+        if token == self.meta['document_token']:
+            self.finish = 'stop'
+            return True
+        before = len(self.text)
+        self.text += self.utf8.decode(decode(self.meta, [token]))
+        found = [at for stop in self.stops if (at := self.text.find(stop, max(0, before - len(stop)))) >= 0]
+        if found:
+            self.text, self.finish = self.text[: min(found)], 'stop'
+        return bool(found)
+
+    def new(self):
+        """The text that has become certain since the last call."""
+        held = 0
+        if self.finish is None:
+            held = max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        end = max(len(self.text) - held, self.shown)
+        fresh, self.shown = self.text[self.shown : end], end
+        return fresh
+
+    def close(self, finish):
+        """Ends the row; returns the rest of its text."""
+        self.finish = self.finish or finish
+        if self.finish != 'stop':
+            self.text += self.utf8.decode(b'', final=True)
+        return self.new()
 
 
 def answer(model, meta, prompt):
@@ -124,6 +229,47 @@ def answer(model, meta, prompt):
         print(f'{meta["names"][token]:>8} -> {meta["names"][predicted]}')
 
 
+def read_prompts(config):
+    """The prompts as texts; raises ConfigError for a file that cannot be read."""
+    if not config.prompt_file:
+        return [config.prompt]
+    try:
+        if config.prompt_file == '-' and sys.stdin is None:
+            raise OSError('the standard input is closed')
+        text = sys.stdin.read() if config.prompt_file == '-' else open(config.prompt_file, encoding='utf-8').read()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {e}.') from None
+    lines = text.splitlines()
+    if config.prompt_lines and not lines:
+        raise ConfigError(f'prompt_file={config.prompt_file} holds no line, and prompt_lines=True takes one prompt from each.')
+    return lines if config.prompt_lines else [text]
+
+
+def converse(model, meta, config):
+    """Reads a line, continues it, reads the next; only what is new is read into the state. Ends with the input."""
+    decoder = Decoder(model, config)
+    generators = [torch.Generator().manual_seed(config.seed)]
+    unread = [meta['document_token']]
+    while True:
+        print('> ', end='', file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        new = unread + encode(meta, line)
+        if config.overflow == 'stop' and sum(map(len, decoder.rows)) + len(new) > decoder.size:
+            raise ConfigError(f'the conversation is longer than the context of {decoder.size} tokens; take --overflow=slide.')
+        text = Text(meta, config.stop.split('|') if config.stop else [])
+
+        def push(_, token, likelihood, text=text):
+            ended = text.push(token, likelihood)
+            print(text.new(), end='', flush=True)
+            return ended
+
+        decoder.read([new])
+        unread = generate(decoder, config, push, generators)
+        print(text.close('length'), flush=True)
+
+
 @torch.inference_mode()
 def sample(config):
     if hasattr(sys.stdout, 'reconfigure'):
@@ -132,43 +278,63 @@ def sample(config):
         torch.set_num_threads(config.threads)
     path = find_checkpoint(config.ckpt)
     model, checkpoint = load_model(path, pick_device(config.device))
-    meta = checkpoint['meta']
-    text = config.prompt
-    if config.prompt_file:
-        try:
-            if config.prompt_file == '-' and sys.stdin is None:
-                raise OSError('the standard input is closed')
-            text = sys.stdin.read() if config.prompt_file == '-' else open(config.prompt_file, encoding='utf-8').read()
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {e}.') from None
-    prompt = encode(meta, text)
-    if meta['kind'] == 'text':
-        prompt = [meta['document_token'], *prompt]
-    if not prompt:
-        raise ConfigError(f'prompt is empty; give tokens of the task, for example --prompt="{" ".join(meta["names"][-3:])}".')
-    if len(prompt) > model.config.block_size:
+    meta, size = checkpoint['meta'], model.config.block_size
+    if meta['vocab_size'] > model.config.vocab_size:
         raise ConfigError(
-            f'the prompt has {len(prompt)} tokens, more than the context of {model.config.block_size}; shorten it.'
+            f'{path} was trained on {meta["vocab_size"]} tokens but knows {model.config.vocab_size}; its tokenizer is not its own.'
         )
+    texts = read_prompts(config)
+    prompts = [encode(meta, text) for text in texts]
+    if meta['kind'] == 'text':
+        prompts = [[meta['document_token'], *prompt] for prompt in prompts]
+    if not all(prompts):
+        raise ConfigError(f'prompt is empty; give tokens of the task, for example --prompt="{" ".join(meta["names"][-3:])}".')
+    longest = max(map(len, prompts))
+    if longest > size and config.overflow == 'stop':
+        raise ConfigError(f'the prompt has {longest} tokens, more than the context of {size}; shorten it or --overflow=slide.')
+    if config.compile:
+        model.compile()
     print(f'{path}, update {checkpoint["step"]}', file=sys.stderr)
     if meta['kind'] == 'task':
-        return answer(model, meta, prompt)
-    stop = meta['document_token']
-    streams = generate(model, prompt, config, stop)
-    if config.num_samples == 1:
-        characters = codecs.getincrementaldecoder('utf-8')('replace')  # a character may span several tokens
-        print(text, end='', flush=True)
-        tokens = 0
-        for (token,) in streams:
-            tokens += 1
-            print(characters.decode(decode(meta, [token])), end='', flush=True)
-        print(characters.decode(b'', final=True))
-        if tokens < config.max_tokens and token != stop:
-            print(f'stopped at the end of the context, {model.config.block_size} tokens', file=sys.stderr)
+        for prompt in prompts:
+            answer(model, meta, prompt)
         return
-    rows = list(zip(*tqdm(streams, total=config.max_tokens, unit='token', disable=None), strict=True))
+    if config.interactive:
+        return converse(model, meta, config)
+    decoder = Decoder(model, config)
+    decoder.read(prompts)
+    if model.config.recurrence != 'none':
+        print(f'read {longest} tokens in {decoder.passes} passes', file=sys.stderr)
+    n = config.num_samples
+    decoder.widen(n)
+    rows = [Text(meta, config.stop.split('|') if config.stop else []) for _ in decoder.rows]
+    streamed = len(rows) == 1 and not config.json
+    bar = tqdm(total=config.max_tokens, unit='token', disable=streamed or None, leave=False)
+    if streamed:
+        print(texts[0], end='', flush=True)
+
+    def push(i, token, likelihood):
+        ended = rows[i].push(token, likelihood)
+        bar.update(i == 0)
+        if streamed:
+            print(rows[i].new(), end='', flush=True)
+        return ended
+
+    generate(decoder, config, push)
+    bar.close()
     for i, row in enumerate(rows):
-        print(f'--- sample {i + 1}, seed {config.seed + i}\n{text}{decode(meta, row).decode("utf-8", "replace")}')
+        rest = row.close('length' if len(row.tokens) == config.max_tokens else 'context')
+        text, seed = texts[i // n], config.seed + i % n
+        if config.json:
+            found = {'prompt': text, 'text': row.text, 'finish': row.finish, 'seed': seed}
+            print(json.dumps(found | {'tokens': row.tokens, 'logprobs': row.likelihoods}))
+        elif streamed:
+            print(rest)
+        else:
+            title = f'--- sample {i % n + 1}, seed {seed}' if len(texts) == 1 else f'--- prompt {i // n + 1}, seed {seed}'
+            print(f'{title}\n{text}{row.text}')
+    if any(row.finish == 'context' for row in rows):
+        print(f'stopped at the end of the context, {size} tokens', file=sys.stderr)
 
 
 def main(argv):

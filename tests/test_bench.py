@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import bench
+import prepare_data
 from model import count_flops
+from train import TrainConfig, train
 
 ROOT = Path(bench.__file__).parent
 
@@ -44,6 +46,45 @@ def test_training_steps(capsys, more):
     assert all(set(v) == {'ms', 'ratio', 'floor'} and v['ratio'] > 0 for v in found.values())
     assert found['plain']['ratio'] == found['plain']['floor'] == 1
     assert all(v['floor'] > 1 for name, v in found.items() if name != 'plain')
+
+
+def test_decoding(capsys):
+    small = ['--n_layer=5', '--n_embd=16', '--n_head=2', '--block_size=12', '--prompt=3', '--tokens=2', '--vocab_size=20']
+    found, out = measured(capsys, 'decode', *small, '--rounds=2', '--device=cpu')
+    assert list(found) == ['plain', 't2mlr', 'lrt_shared', 'lrt_layerwise'] and all(name in out for name in found)
+    assert all(set(v) == {'ms', 'ratio', 'floor', 'weights'} and v['ratio'] > 0 for v in found.values())
+    assert 1 < found['lrt_shared']['weights'] < found['lrt_layerwise']['weights']
+    assert bench.decoding_variants(20)['t2mlr']['l_start'] == 8 and bench.decoding_variants(20)['t2mlr']['l_end'] == 11
+    assert bench.decoding_variants(20)['lrt_shared']['source_layer'] == 12
+
+
+def test_prefill(capsys):
+    small = ['--n_layer=5', '--n_embd=16', '--n_head=2', '--prompt=20', '--rounds=1', '--device=cpu', '--jacobi_tol=1e-7']
+    found, _ = measured(capsys, 'prefill', *small)
+    assert list(found) == ['t2mlr', 'lrt_shared', 'lrt_layerwise']
+    for row in found.values():
+        assert set(row) == {'exact_ms', 'jacobi_ms', 'speed_up', 'passes', 'difference'}
+        assert 2 < row['passes'] <= 21 and row['difference'] < 1e-5
+
+
+def test_prefill_of_a_checkpoint(capsys, tmp_path):
+    (tmp_path / 'source').mkdir()
+    for i in range(4):
+        (tmp_path / 'source' / f'{i}.txt').write_text(f'text {i} ' * 40)
+    prepare_data.main(['text', f'--source={tmp_path}/source', '--val_fraction=0.3', f'--out={tmp_path}/data'])
+    small = dict(n_layer=2, n_head=2, n_embd=16, block_size=24, max_steps=2, warmup_steps=0, device='cpu', threads=1)
+    small |= dict(data_dir=f'{tmp_path}/data', out_dir=f'{tmp_path}/run', recurrence='lrt', source_layer=1)
+    train(TrainConfig(**small, schedule='interleaved', eval_batches=1, batch_size=2))
+    found, _ = measured(capsys, 'prefill', f'--ckpt={tmp_path}/run', '--prompt=24', '--rounds=1', '--device=cpu')
+    assert list(found) == ['lrt'] and found['lrt']['difference'] < 1e-3
+    for argv, says in (
+        (['decode', '--prompt=300'], 'prompt=300'),
+        (['prefill', '--jacobi_tol=-1'], 'jacobi_tol=-1'),
+        (['prefill', f'--ckpt={tmp_path}/run', '--prompt=25'], 'context of 24'),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            bench.main(argv)
+        assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_the_floor_is_the_count_of_operations(capsys):

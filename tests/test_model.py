@@ -724,7 +724,7 @@ def test_changes_are_those_of_the_span(family, recurrence):
 @torch.no_grad()
 def test_a_tolerance_ends_the_passes_without_gradient(recurrence):
     """It leaves out passes only once they move less than it; with gradient all d_backward passes run; and what it saves costs
-    no more than the tolerance promises."""
+    no more than the tolerance promises. Where nothing has a gradient, no pass has to run."""
     for seed in range(8):
         model = draw_model(seed, recurrence=recurrence, cache_residual='off', gamma_init=0.0)
         tokens, targets, _ = draw_batch(seed, T=12, B=2)
@@ -734,14 +734,16 @@ def test_a_tolerance_ends_the_passes_without_gradient(recurrence):
         a = model(tokens, schedule=Schedule('jacobi', 12, 2), changes=full)
         b = model(tokens, schedule=Schedule('jacobi', 12, 2, jacobi_tol=1e-3), changes=early)
         c = model(tokens, schedule=Schedule('jacobi', 12, 2, jacobi_tol=1e-300), changes=none)
-        assert all(change >= 1e-3 for change in early[:-3]) and 2 <= len(early) <= len(full)
-        close(early[:-2], full[: len(early) - 2])
+        assert all(change >= 1e-3 for change in early[:-1]) and (early[-1] < 1e-3 or len(early) == len(full) == 12)
+        close(early, full[: len(early)])
         close(a, c)
-        if full[len(early) - 3] < 1e-3:
-            assert len(early) < len(full) or full[-3] >= 1e-3
         close(a, b, 0.1)
-        loss, means = model(tokens, targets, Schedule('jacobi', 12, 2, jacobi_tol=1e9), changes=[])
-        assert len(means) == (2 if recurrence == 'lrt' else 1) and loss.isfinite()
+        with torch.enable_grad():
+            graded = []
+            model(tokens, targets, Schedule('jacobi', 12, 2, jacobi_tol=1e-3), changes=graded)
+            assert len(graded) == min(len(early) + 2, 12)
+        loss, means = model(tokens, targets, Schedule('jacobi', 12, 4, jacobi_tol=1e9))
+        assert len(means) == (4 if recurrence == 'lrt' else 1) and loss.isfinite()
 
 
 # Loss
@@ -850,7 +852,7 @@ def test_rope_tables_keep_their_precision():
     """Angles in float64; tables in float32, in float64 only where the model is, never in less."""
     config = GPTConfig(vocab_size=VOCAB, block_size=4096, n_layer=1, n_head=2, n_embd=16, rope_base=100000.0)
     model = build(config)
-    angles = [[t * 100000.0 ** (-2 * i / 8) for i in (0, 1, 2, 3, 0, 1, 2, 3)] for t in range(4096)]
+    angles = [[t * 100000.0 ** (-2 * i / 8) for i in (0, 1, 2, 3, 0, 1, 2, 3)] for t in range(8192)]
     cos = torch.tensor([[math.cos(a) for a in row] for row in angles], dtype=torch.float64)
     sin = torch.tensor([[math.sin(a) for a in row] for row in angles], dtype=torch.float64)
     sin[:, :4] *= -1
