@@ -281,7 +281,7 @@ def sample(config):
     meta, size = checkpoint['meta'], model.config.block_size
     if meta['vocab_size'] > model.config.vocab_size:
         raise ConfigError(
-            f'{path} was trained on {meta["vocab_size"]} tokens but knows {model.config.vocab_size}: its tokenizer does not match.'
+            f'{path} was trained on {meta["vocab_size"]} tokens but knows {model.config.vocab_size}: another tokenizer.'
         )
     texts = read_prompts(config)
     prompts = [encode(meta, text) for text in texts]
