@@ -2,10 +2,16 @@
 
 Task data: accuracy of each score by position and by length. Text: bits per byte under the training schedule and under exact
 decoding. Both run the model twice, as it was trained and with the exact sequential recurrence that decoding has. The numbers
-also go to eval-DATASET-SPLIT.json beside the checkpoint. `--study=FOLDER` makes the table of a study from such files.
+also go to eval-DATASET-SPLIT.json beside the checkpoint.
+
+    python eval.py --study=FOLDER              the table and figure of a study, made from such files
+    python eval.py --diagnose                  gates, fixed-point residuals, and how far the memory carries
+    python eval.py --curves=out/a,out/b        loss against tokens, from log.jsonl
+    python eval.py --overview=FILE             a drawing of the two recurrences and of the schedules
 """
 
 import contextlib
+import functools
 import glob
 import json
 import math
@@ -13,7 +19,8 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -35,6 +42,10 @@ class EvalConfig:
     split: str = key('', 'train, val or test; empty takes val for text and test for tasks')
     batch_size: int = key(64, 'sequences at a time')
     max_batches: int = key(0, 'batches at most; 0 takes the whole split')
+    passes: bool = key(False, 'text: also bits per byte of each pass of the training schedule')
+    exact: str = key(
+        'auto', 'text: how exact decoding is computed; auto iterates above 256 tokens', ('auto', 'sequential', 'jacobi')
+    )
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default')
     results: str = key('', 'tasks: write the accuracies at the longest trained length to this JSON file')
@@ -42,23 +53,33 @@ class EvalConfig:
         '', 'tasks: draw accuracy against position to this PNG file; with study, bits per byte against operations'
     )
     study: str = key('', 'measure nothing; print the table of the results in this folder, NAME-SEED.json each')
+    diagnose: bool = key(False, 'text: gates by layer, residuals by pass, and what a memory set to 0 does to later tokens')
+    curves: str = key('', 'measure nothing; draw the losses in the log.jsonl of these folders, joined by commas, to figure')
+    overview: str = key('', 'measure nothing; draw the recurrences and the schedules to this file')
     json: bool = key(False, 'also print one JSON object as the last line')
 
     def check(self):
         for name, low, high in (('batch_size', 1, 2**31), ('max_batches', 0, 2**31), ('threads', 0, 1024)):
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and at most {high}.')
-        for name, path in (('results', self.results), ('figure', self.figure)):
+        if self.curves and not self.figure:
+            raise ConfigError(f'curves={self.curves} needs figure, the file to draw to.')
+        for name, path in (('results', self.results), ('figure', self.figure), ('overview', self.overview)):
             if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or '.')):
                 raise ConfigError(f'{name}={path} must be a file in a folder that exists.')
-        if self.figure and not self.figure.endswith(('.png', '.pdf', '.svg')):
-            raise ConfigError(f'figure={self.figure} must end in .png, .pdf or .svg.')
+            if path and name != 'results' and not path.endswith(('.png', '.pdf', '.svg')):
+                raise ConfigError(f'{name}={path} must end in .png, .pdf or .svg.')
 
 
-def schedules(saved):
+def schedules(saved, exact=SEQUENTIAL):
     """The schedules to measure, by name: that of the training, and exact decoding where the model has a recurrence."""
-    trained = Schedule(**{k: saved[k] for k in ('schedule', 'd_forward', 'd_backward', 'n_subsets', 'chunk_size')})
-    return {'training': trained} | ({'exact': SEQUENTIAL} if saved['recurrence'] != 'none' else {})
+    names = [f.name for f in fields(Schedule) if f.name != 'pass_weights']
+    return {'training': Schedule(**{k: saved[k] for k in names})} | ({'exact': exact} if saved['recurrence'] != 'none' else {})
+
+
+def converged(T):
+    """Jacobi until nothing moves by more than float32 rounds: exact, in far fewer passes than positions."""
+    return Schedule('jacobi', d_forward=T, d_backward=1, jacobi_tol=1e-5)
 
 
 def score_task(model, data, split, schedule, config):
@@ -100,9 +121,27 @@ def score_task(model, data, split, schedule, config):
     return found
 
 
+def nats(model, x, y, schedule):
+    """-log p of the targets y (B, T) under `schedule`, in float64 on the CPU."""
+    logits = model(x, schedule=schedule)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none').double().cpu().view(y.shape)
+
+
+def pass_schedules(model, schedule):
+    """{pass: the schedule that ends with it} of the passes over all positions, the initial one first."""
+    if model.config.recurrence == 'none' or not schedule.initial:
+        return {}
+    if schedule.schedule == 'jacobi':
+        return {f'pass {k}': Schedule('jacobi', k, 1) for k in range(schedule.d_forward + 1)}
+    return {'pass 0': Schedule(), 'all passes': schedule}
+
+
 def score_text(model, data, split, schedule, config):
-    """{'bits_per_byte', 'nats_per_token', 'tokens'}: every token but the first is predicted once, windows do not overlap;
-    tokens that stand for no bytes (the document token) are left out."""
+    """{'bits_per_byte', 'nats_per_token', 'tokens', 'by_position': {'first-last': bits per byte}, 'passes': {..} if asked}.
+
+    Every token but the first is predicted once, windows do not overlap; tokens that stand for no bytes (the document token) are
+    left out. Position 0 has one token to look at.
+    """
     stream, T = data.split(split), model.config.block_size
     nothing = ConfigError(f'{data.folder}/{split}.bin has nothing to score: it holds {len(stream)} tokens.')
     if len(stream) < 2:
@@ -112,17 +151,168 @@ def score_text(model, data, split, schedule, config):
     starts = np.arange(0, len(stream) - T, T)
     if config.max_batches:  # spread over the split
         starts = starts[np.linspace(0, len(starts) - 1, min(len(starts), config.max_batches * config.batch_size)).astype(int)]
-    nats, octets, tokens = 0.0, 0, 0
+    if schedule == SEQUENTIAL and (config.exact == 'jacobi' or (config.exact == 'auto' and T > 256)):
+        schedule = converged(T)
+    passes = pass_schedules(model, schedule) if config.passes else {}
+    lost, octets, tokens, lost_in = torch.zeros(T, dtype=torch.float64), torch.zeros(T), 0, dict.fromkeys(passes, 0.0)
     device = model.embed.weight.device
+    found = {}
     for low in tqdm(range(0, len(starts), config.batch_size), unit='batch', leave=False, disable=None):
         x, y, _ = data.batch(split, starts[low : low + config.batch_size], T, device)
-        logits = model(x, schedule=schedule)
-        nll = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none').double().cpu()
-        size = sizes[y.flatten().cpu()]
-        nats, octets, tokens = nats + nll[size > 0].sum().item(), octets + size.sum().item(), tokens + (size > 0).sum().item()
-    if not octets:
+        size = sizes[y.cpu()]
+        lost += (nats(model, x, y, schedule) * (size > 0)).sum(0)
+        octets, tokens = octets + size.sum(0), tokens + (size > 0).sum().item()
+        for name, one in passes.items():
+            lost_in[name] += (nats(model, x, y, one) * (size > 0)).sum().item()
+        if schedule.jacobi_tol and not found:  # iterated to convergence: held against token by token, once
+            apart = nats(model, x[:1], y[:1], schedule) - nats(model, x[:1], y[:1], SEQUENTIAL)
+            found = {'nats_from_sequential': apart.abs().max().item()}
+    total, unit = lost.sum().item(), octets.sum().item() * math.log(2)
+    if not unit:
         raise nothing
-    return {'bits_per_byte': nats / math.log(2) / octets, 'nats_per_token': nats / tokens, 'tokens': tokens}
+    edges = [0, *(2**i for i in range(T.bit_length()) if 2**i < T), T]
+    by_position = {f'{a}-{b - 1}': (lost[a:b].sum() / octets[a:b].sum() / math.log(2)).item() for a, b in pairwise(edges)}
+    found |= {'bits_per_byte': total / unit, 'nats_per_token': total / tokens, 'tokens': tokens, 'by_position': by_position}
+    return found | ({'passes': {name: n / unit for name, n in lost_in.items()}} if passes else {})
+
+
+def diagnose(model, data, split, config):
+    """How a recurrence is used, on config.batch_size windows of a text.
+
+    {'gammas': {parameter: value}, 'gates': {layer: {'loc', 'rec'}} (LRT) or {'cur', 'rec'} (T2MLR), mean over positions and
+    channels, 'moved': |x - h| / |h| by Phi (T2MLR), 'residuals': largest relative change by Jacobi pass, 'carried':
+    {k: nats that token t + k loses when the memory that token t reads is set to 0}}.
+    """
+    if model.config.recurrence == 'none':
+        raise ConfigError('diagnose=True looks at a recurrence, and this checkpoint has none.')
+    T = min(model.config.block_size, len(data.split(split)) - 1)
+    starts = np.linspace(0, len(data.split(split)) - T - 1, config.batch_size).astype(int)
+    x, y, _ = data.batch(split, starts, T, model.embed.weight.device)
+    found = {'gammas': {n: p.mean().item() for n, p in model.named_parameters() if 'gamma' in n}}
+    seen, hooks = {}, []
+    for layer, block in enumerate(model.blocks):
+        if block.attention.gate_memory is not None:
+            keep = functools.partial(lambda layer, module, given, out: seen.update({layer: out}), layer)
+            hooks.append(block.attention.gate_memory.register_forward_hook(keep))
+    if model.fusion is not None:
+        hooks.append(model.fusion.register_forward_hook(lambda module, given, out: seen.update(fusion=(*given, out))))
+    changes = []
+    model(x, schedule=converged(T), changes=changes)
+    for hook in hooks:
+        hook.remove()
+    if model.fusion is not None:
+        h, local, R, _, out = seen.pop('fusion')
+        D = h.size(-1)
+        halves = zip(('cur', 'rec'), local.chunk(2, -1), (model.fusion.f_cur, model.fusion.f_rec), strict=True)
+        found['gates'] = {name: torch.sigmoid(a + F.linear(R, f.weight[:, D:])).mean().item() for name, a, f in halves}
+        found['moved'] = ((out - h).norm() / h.norm()).item()
+    else:
+        means = {layer: (2 * out.sigmoid()).chunk(2, -1) for layer, out in seen.items()}
+        found['gates'] = {layer: {'loc': loc.mean().item(), 'rec': rec.mean().item()} for layer, (loc, rec) in means.items()}
+    found['residuals'] = [change.item() for change in changes]
+    carried = torch.zeros(0)
+    for t in (T // 4, T // 2, 3 * T // 4):
+        losses = []
+        for scale in (1.0, 0.0):
+            state = model.new_state(len(x))
+            model(x[:, :t], schedule=SEQUENTIAL, state=state)
+            state.memory = state.memory * scale
+            logits = model(x[:, t:], schedule=SEQUENTIAL, state=state)
+            losses.append(F.cross_entropy(logits.flatten(0, 1), y[:, t:].flatten(), reduction='none').view(len(x), -1).mean(0))
+        effect = (losses[1] - losses[0])[: T // 4].cpu()
+        carried = carried + effect / 3 if len(carried) else effect / 3
+    found['carried'] = {k: carried[k].item() for k in range(len(carried)) if k == 0 or k & (k - 1) == 0}
+    return found
+
+
+def report_diagnosis(found, figure):
+    print_table(['parameter', 'value'], list(found['gammas'].items()))
+    gates = found['gates']
+    if 'moved' in found:
+        print(f'\nmean gates: cur {gates["cur"]:.4f}, rec {gates["rec"]:.4f}; Phi moves the stream by {found["moved"]:.4f}')
+    else:
+        print()
+        print_table(['layer', 'gate_loc', 'gate_rec'], [[layer, *gate.values()] for layer, gate in gates.items()])
+    print('\nlargest relative change of the span by pass: ' + ' '.join(f'{r:.1e}' for r in found['residuals']))
+    print('\nnats lost at token t + k without the memory that token t reads:')
+    print_table(['k', 'nats'], list(found['carried'].items()))
+    if figure:
+        picture, panels = pyplot().subplots(1, 3, figsize=(12, 3.4), layout='constrained')
+        if 'moved' not in found:
+            for i, name in enumerate(('loc', 'rec')):
+                panels[0].plot(
+                    list(gates), [gate[name] for gate in gates.values()], 'os'[i] + '-', color=COLOURS[i], label=name
+                )
+            panels[0].legend()
+        else:
+            panels[0].bar(['cur', 'rec'], [gates['cur'], gates['rec']], color=COLOURS[:2])
+        panels[0].set(title='gates', xlabel='layer' if 'moved' not in found else 'gate', ylabel='mean')
+        panels[1].plot(range(1, len(found['residuals']) + 1), found['residuals'], 'o-', color=COLOURS[0])
+        panels[1].set(title='fixed point', xlabel='pass', ylabel='largest relative change', yscale='log')
+        panels[2].plot(list(found['carried']), list(found['carried'].values()), 'o-', color=COLOURS[0])
+        panels[2].set(title='memory at t set to 0', xlabel='tokens later', ylabel='nats lost', xscale='symlog')
+        picture.savefig(figure, dpi=150)
+
+
+def draw_curves(folders, path):
+    """Training loss, and validation loss as markers, against tokens, a line a folder."""
+    picture, panel = pyplot().subplots(figsize=(7, 4), layout='constrained')
+    for i, folder in enumerate(folders):
+        try:
+            with open(os.path.join(folder, 'log.jsonl'), encoding='utf-8') as f:
+                lines = [json.loads(line) for line in f]
+        except (OSError, ValueError) as e:
+            raise ConfigError(f'curves={folder}: its log.jsonl cannot be read ({e}).') from None
+        style = dict(color=COLOURS[i % 7])
+        train = [(line['step'], line['loss']) for line in lines if 'loss' in line]
+        val = [(line['step'], (line['val_exact'] or line['val'])['loss']) for line in lines if 'val' in line]
+        panel.plot(*zip(*train, strict=True), alpha=0.4, linewidth=1, **style)
+        panel.plot(*zip(*val, strict=True), 'osD^v<>'[i % 7] + '-', markersize=4, label=os.path.basename(folder), **style)
+    panel.set(xlabel='update', ylabel='loss (nats a token): training faint, validation as decoded')
+    panel.legend()
+    picture.savefig(path, dpi=150)
+
+
+def draw_overview(path):
+    """The two recurrences on a stack of layers over three tokens, and which positions each pass of each schedule touches."""
+    plt = pyplot()
+    layers, T = 6, 8
+    picture, panels = plt.subplots(1, 2 + 4, figsize=(15, 4.2), layout='constrained', width_ratios=[2.3, 2.3, 1, 1, 1, 1])
+    for panel, title, span in ((panels[0], 'T2MLR', range(2, 4)), (panels[1], 'LRT', range(layers))):
+        for t in range(3):
+            for layer in range(layers):
+                inside = layer in span
+                box = plt.Rectangle((t - 0.28, layer), 0.56, 0.7, facecolor=COLOURS[0] if inside else '0.88', edgecolor='0.3')
+                box.set_alpha(0.45 if inside and title == 'LRT' else 0.9)
+                panel.add_patch(box)
+            panel.text(t, -0.5, ('t - 1', 't', 't + 1')[t], ha='center')
+        arrow = dict(arrowstyle='->', color=COLOURS[1], linewidth=1.8)
+        for t in range(2):
+            if title == 'T2MLR':
+                panel.annotate('', (t + 0.72, 2.1), (t + 0.28, 3.6), arrowprops=arrow)
+            else:
+                for layer in range(layers):
+                    panel.annotate('', (t + 0.72, layer + 0.35), (t + 0.28, 4.35), arrowprops=arrow | {'linewidth': 1.0})
+        panel.set(xlim=(-0.6, 2.6), ylim=(-0.8, layers + 0.1), title=title, xticks=[], yticks=[i + 0.35 for i in range(layers)])
+        panel.set_yticklabels([str(i) for i in range(layers)])
+        panel.set_ylabel('layer' if title == 'T2MLR' else '')
+        panel.spines[:].set_visible(False)
+    shown = (Schedule('jacobi', 3, 2), Schedule('interleaved'), Schedule('chunked', chunk_size=3), SEQUENTIAL)
+    for panel, schedule in zip(panels[2:], shown, strict=True):
+        passes = schedule.passes(T)
+        for row, positions in enumerate(passes):
+            reads = row > 0 or not schedule.initial
+            graded = row >= len(passes) - schedule.n_graded(T)
+            for p in positions:
+                colour = COLOURS[1] if reads else '0.75'
+                panel.add_patch(plt.Rectangle((p, -row), 0.86, 0.8, facecolor=colour, alpha=1.0 if graded else 0.35))
+        about = f' {schedule.d_forward}, {schedule.d_backward}' if schedule.schedule == 'jacobi' else ''
+        panel.set(xlim=(-0.2, T), ylim=(-T + 0.8, 1), title=schedule.schedule + about, xlabel='position', xticks=[], yticks=[])
+        panel.spines[:].set_visible(False)
+    panels[2].set_ylabel('pass (first on top)')
+    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=c, alpha=a) for c, a in (('0.75', 1), (COLOURS[1], 1), (COLOURS[1], 0.35))]
+    picture.legend(handles, ['without memory', 'reads the memory', 'without gradient'], loc='outside lower right', ncols=3)
+    picture.savefig(path, dpi=150)
 
 
 def print_table(head, rows):
@@ -148,6 +338,10 @@ def evaluate(path, config):
             f'{data.folder} holds examples of {data.longest[split]} tokens in {split}, more than the context of '
             f'{model.config.block_size} that {path} was built for; train with a larger block_size.'
         )
+    if config.diagnose:
+        if not data.is_text:
+            raise ConfigError(f'diagnose=True reads texts, and {data.folder} is a task.')
+        return {'checkpoint': path, **diagnose(model, data, split, config)}
     score = score_text if data.is_text else score_task
     found = {name: score(model, data, split, schedule, config) for name, schedule in schedules(saved).items()}
     about = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
@@ -182,7 +376,7 @@ def provenance(path, model, checkpoint, data):
         'parameters': sum(count_parameters(model).values()),
         'training_flops': flops['step'] * tokens * checkpoint['step'],
         'step_flops_ratio': flops['step'] / flops['plain_step'],
-        'training_seconds': round(seconds, 1),
+        'training_seconds': round(seconds, 3),
         'revision': revision.stdout.strip() or None,
         'data_sha256': {name: of['sha256'] for name, of in data.meta['splits'].items()},
         'machine': f'{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}',
@@ -245,7 +439,12 @@ def report(found):
     measured = {name: found[name] for name in ('training', 'exact') if name in found}
     if 'trained_length' not in found:
         rows = [[name, f['bits_per_byte'], f['nats_per_token'], f['tokens']] for name, f in measured.items()]
-        return print_table(['schedule', 'bits per byte', 'nats per token', 'tokens'], rows)
+        rows += [[name, bits, '', ''] for name, bits in found['training'].get('passes', {}).items()]
+        print_table(['schedule', 'bits per byte', 'nats per token', 'tokens'], rows)
+        print()
+        buckets = found['training']['by_position']
+        rows = [[bucket, *(f['by_position'][bucket] for f in measured.values())] for bucket in buckets]
+        return print_table(['position', *(f'bits per byte ({name})' for name in measured)], rows)
     columns = [(schedule, score) for schedule, scores in measured.items() for score in scores]
     for by, label in (('by_position', 'step'), ('by_length', 'length'), ('last_by_length', 'length, last step')):
         lengths = measured[columns[0][0]][columns[0][1]][by]
@@ -301,6 +500,10 @@ def main(argv):
     if config.threads:
         torch.set_num_threads(config.threads)
     with reporting():
+        if config.overview:
+            return draw_overview(config.overview)
+        if config.curves:
+            return draw_curves(config.curves.split(','), config.figure)
         if config.study:
             return report_study(read_study(config.study), config)
         results = {}
@@ -308,7 +511,14 @@ def main(argv):
         names = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
         for path, name in zip(paths, names if len(set(names)) == len(names) else paths, strict=True):
             results[name] = found = evaluate(path, config)
-            report(found)
+            if config.diagnose:
+                report_diagnosis(found, config.figure)
+            else:
+                report(found)
+        if config.diagnose:
+            if config.json:
+                print(json.dumps(results if len(results) > 1 else found))
+            return
         task = all('trained_length' in found for found in results.values())
         if (config.results or config.figure) and not task:
             raise ConfigError('results and figure summarise tasks, and a checkpoint of a text model is among those given.')

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import eval as evaluation
 import prepare_data
-from model import SEQUENTIAL, count_flops
+from model import SEQUENTIAL, Schedule, count_flops
 from sample import load_model
 from train import Dataset, TrainConfig, train
 
@@ -218,3 +218,103 @@ def test_a_stream_with_nothing_to_score(runs, capsys, tmp_path):
         (tmp_path / 'meta.json').write_text(json.dumps(meta))
         np.array(tokens, dtype=np.uint16).tofile(tmp_path / 'val.bin')
         assert 'nothing to score' in refused(capsys, f'--ckpt={runs["text", "lrt"]}', f'--data_dir={tmp_path}')
+
+
+# Text: passes, positions, convergence, diagnosis
+
+
+@pytest.mark.parametrize('name', ['t2mlr', 'lrt'])
+def test_positions_and_passes_add_up(runs, capsys, name):
+    """The buckets of positions cover each once and average to the whole; the last pass is the training schedule; pass 0 is the
+    model without memory."""
+    out = runs['text', name]
+    found, printed = measured(capsys, f'--ckpt={out}', '--passes', '--batch_size=3')
+    model, checkpoint = load_model(str(out / 'ckpt.pt'))
+    stream = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val').astype(np.int64))
+    windows = torch.stack([stream[i : i + 21] for i in range(0, len(stream) - 20, 20)])
+    x, y = windows[:, :-1], windows[:, 1:]
+    scored = (y != 256).double()
+
+    def lost(schedule):
+        with torch.no_grad():
+            logits = model(x, schedule=schedule)
+        return scored * F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none').view(y.shape) / math.log(2)
+
+    for label, schedule in evaluation.schedules(checkpoint['config']).items():
+        bits, buckets = lost(schedule), found[label]['by_position']
+        assert list(buckets) == ['0-0', '1-1', '2-3', '4-7', '8-15', '16-19']
+        for bucket, value in buckets.items():
+            a, b = map(int, bucket.split('-'))
+            expected = bits[:, a : b + 1].sum() / scored[:, a : b + 1].sum()
+            assert value == pytest.approx(expected.item(), rel=1e-5)
+    passes = found['training']['passes']
+    assert list(passes) == (['pass 0', 'pass 1', 'pass 2'] if name == 't2mlr' else ['pass 0', 'all passes'])
+    assert list(passes.values())[-1] == pytest.approx(found['training']['bits_per_byte'], rel=1e-6)
+    assert passes['pass 0'] == pytest.approx((lost(Schedule()).sum() / scored.sum()).item(), rel=1e-5)
+    assert all(label in printed for label in passes)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_iterating_to_convergence_is_exact(runs, capsys, name):
+    """And a model without recurrence scores the same in parallel as decoded."""
+    exact, _ = measured(capsys, f'--ckpt={runs["text", name]}', '--exact=sequential')
+    found, _ = measured(capsys, f'--ckpt={runs["text", name]}', '--exact=jacobi')
+    if 'exact' in exact:
+        assert found['exact']['bits_per_byte'] == pytest.approx(exact['exact']['bits_per_byte'], rel=1e-4)
+        assert found['exact']['nats_from_sequential'] < 1e-3
+    else:
+        model, _ = load_model(str(runs['text', name] / 'ckpt.pt'))
+        x = torch.randint(256, (3, 20))
+        state = model.new_state(3)
+        with torch.no_grad():
+            steps = torch.cat([model(x[:, t : t + 1], schedule=SEQUENTIAL, state=state) for t in range(20)], 1)
+            torch.testing.assert_close(steps, model(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['t2mlr', 'lrt'])
+def test_a_diagnosis(runs, capsys, tmp_path, name):
+    out = runs['text', name]
+    found, printed = measured(capsys, f'--ckpt={out}', '--diagnose', '--batch_size=4', f'--figure={tmp_path}/d.png')
+    model, checkpoint = load_model(str(out / 'ckpt.pt'))
+    gammas = {n: p.mean().item() for n, p in model.named_parameters() if 'gamma' in n}
+    assert found['gammas'] == pytest.approx(gammas) and (tmp_path / 'd.png').stat().st_size > 1000
+    if name == 'lrt':
+        assert set(found['gates']) == {'0', '1'}
+        assert all(0 < gate[k] < 2 for gate in found['gates'].values() for k in ('loc', 'rec'))
+    else:
+        assert 0 < found['gates']['cur'] < 1 and 0 < found['gates']['rec'] < 1 and found['moved'] > 0
+    assert found['residuals'][-1] < 1e-5 or len(found['residuals']) == 20
+    # The memory that token t reads, set to 0 for t = 5, 10 and 15: a document that opens at t reads 0 too.
+    stream = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val').astype(np.int64))
+    starts = np.linspace(0, len(stream) - 21, 4).astype(int)
+    windows = torch.stack([stream[i : i + 21] for i in starts])
+    effects = []
+    for t in (5, 10, 15):
+        losses = []
+        for reads in (True, False):
+            mask = torch.ones(4, 20, dtype=torch.bool)
+            logits = model(windows[:, :-1], schedule=SEQUENTIAL, recur_mask=mask)
+            if not reads:
+                state = model.new_state(4)
+                model(windows[:, :t], schedule=SEQUENTIAL, state=state)
+                state.memory = torch.zeros_like(state.memory)
+                logits[:, t:] = model(windows[:, t:-1], schedule=SEQUENTIAL, state=state)
+            losses.append(F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction='none')[:, t : t + 5].mean(0))
+        effects.append(losses[1] - losses[0])
+    expected = torch.stack(effects).mean(0)
+    assert set(found['carried']) == {'0', '1', '2', '4'}
+    for k, value in found['carried'].items():
+        assert value == pytest.approx(expected[int(k)].item(), abs=1e-5)
+    assert 'nats' in printed
+    assert 'has none' in refused(capsys, f'--ckpt={runs["text", "transformer"]}', '--diagnose')
+    assert 'is a task' in refused(capsys, f'--ckpt={runs["task", name]}', '--diagnose')
+
+
+def test_drawings(runs, capsys, tmp_path):
+    evaluation.main([f'--overview={tmp_path}/o.png'])
+    evaluation.main([f'--curves={runs["text", "lrt"]},{runs["text", "lstm"]}', f'--figure={tmp_path}/c.png'])
+    for name in 'oc':
+        assert (tmp_path / f'{name}.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+    assert 'log.jsonl cannot be read' in refused(capsys, f'--curves={tmp_path}', f'--figure={tmp_path}/c.png')
+    assert 'needs figure' in refused(capsys, f'--curves={tmp_path}')
+    assert 'overview=' in refused(capsys, '--overview=x.zzz')
