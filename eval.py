@@ -6,6 +6,7 @@ also go to eval-DATASET-SPLIT.json beside the checkpoint.
 
     python eval.py --study=FOLDER              the table and figure of a study, made from such files
     python eval.py --diagnose                  gates, fixed-point residuals, and how far the memory carries
+    python eval.py --lm_eval=hellaswag,piqa    suites of EleutherAI's harness, decoded exactly; core is the CORE set
     python eval.py --curves=out/a,out/b        loss against tokens, from log.jsonl
     python eval.py --overview=FILE             a drawing of the two recurrences and of the schedules
 """
@@ -29,7 +30,8 @@ from tqdm import tqdm
 
 from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, Schedule, count_flops, count_parameters
-from sample import find_checkpoint, load_model
+from prepare_data import encode
+from sample import Decoder, SampleConfig, Text, find_checkpoint, generate, load_model
 from train import Dataset, TrainConfig, pick_device, same_tokens
 
 
@@ -54,6 +56,10 @@ class EvalConfig:
     )
     study: str = key('', 'measure nothing; print the table of the results in this folder, NAME-SEED.json each')
     diagnose: bool = key(False, 'text: gates by layer, residuals by pass, and what a memory set to 0 does to later tokens')
+    lm_eval: str = key('', 'tasks of the lm-eval harness, joined by commas; core is the CORE set with its centred average')
+    lm_tasks: str = key('', 'lm_eval: folder with task files of your own')
+    num_fewshot: int = key(-1, 'lm_eval: examples before the question; -1 takes what each task says')
+    limit: int = key(0, 'lm_eval: examples of each task at most; 0 takes all')
     curves: str = key('', 'measure nothing; draw the losses in the log.jsonl of these folders, joined by commas, to figure')
     overview: str = key('', 'measure nothing; draw the recurrences and the schedules to this file')
     json: bool = key(False, 'also print one JSON object as the last line')
@@ -315,6 +321,137 @@ def draw_overview(path):
     picture.savefig(path, dpi=150)
 
 
+# CORE (DCLM): task of the harness, examples before the question, metric, accuracy of guessing. Jeopardy, the completion form of
+# SQuAD and a second count of HellaSwag have no equal there, so the average is over the other 19 of the 22.
+CORE = {
+    'agieval_lsat_ar': (3, 'acc', 0.25),
+    'arc_easy': (10, 'acc', 0.25),
+    'arc_challenge': (10, 'acc', 0.25),
+    'bigbench_cs_algorithms_generate_until': (10, 'exact_match', 0.0),
+    'bigbench_dyck_languages_generate_until': (10, 'exact_match', 0.0),
+    'bigbench_language_identification_multiple_choice': (10, 'acc', 0.25),
+    'bigbench_operators_generate_until': (10, 'exact_match', 0.0),
+    'bigbench_qa_wikidata_generate_until': (10, 'exact_match', 0.0),
+    'bigbench_repeat_copy_logic_generate_until': (10, 'exact_match', 0.0),
+    'boolq': (10, 'acc', 0.5),
+    'commonsense_qa': (10, 'acc', 0.2),
+    'copa': (0, 'acc', 0.5),
+    'coqa': (0, 'em', 0.0),
+    'hellaswag': (10, 'acc_norm', 0.25),
+    'lambada_openai': (0, 'acc', 0.0),
+    'openbookqa': (0, 'acc', 0.25),
+    'piqa': (10, 'acc', 0.5),
+    'winogrande': (0, 'acc', 0.5),
+    'wsc273': (0, 'acc', 0.5),
+}
+
+
+def score_continuations(model, pairs, batch_size):
+    """(log-probability, whether greedy decoding would give it) of each continuation, for pairs (context ids, its ids).
+
+    Exact decoding, with the context cut from the left where the two do not fit. The order and the batch do not matter.
+    Raises ConfigError for a continuation longer than the context of the model.
+    """
+    T, device = model.config.block_size, model.embed.weight.device
+    found = [None] * len(pairs)
+    order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
+    for low in tqdm(range(0, len(pairs), batch_size), unit='batch', leave=False, disable=None):
+        chosen = order[low : low + batch_size]
+        rows = []
+        for i in chosen:
+            context, continuation = pairs[i]
+            if len(continuation) > T:
+                raise ConfigError(f'a continuation of {len(continuation)} tokens does not fit the context of {T}.')
+            rows.append((context + continuation)[-T - 1 :])
+        longest = max(map(len, rows)) - 1
+        x = torch.tensor(
+            [row[:-1] + [0] * (longest + 1 - len(row)) for row in rows], device=device
+        )  # what follows changes nothing
+        p = model(x, schedule=SEQUENTIAL if longest <= 256 else converged(longest)).double().log_softmax(-1)
+        for i, row, logp in zip(chosen, rows, p, strict=True):
+            n = len(pairs[i][1])
+            target = torch.tensor(row[-n:], device=device)[:, None]
+            logp = logp[len(row) - 1 - n : len(row) - 1]
+            found[i] = logp.gather(-1, target).sum().item(), bool((logp.argmax(-1, keepdim=True) == target).all())
+    return found
+
+
+def harness(model, meta, batch_size):
+    """Our checkpoint as a model of the lm-eval harness (optional: pip install lm-eval)."""
+    try:
+        from lm_eval.api.model import LM
+        from lm_eval.utils import get_rolling_token_windows
+    except ImportError:
+        raise ConfigError('lm_eval needs the harness; install it with pip install lm-eval.') from None
+
+    class Harness(LM):
+        def loglikelihood(self, requests):
+            pairs = []
+            for context, continuation in (request.args for request in requests):
+                spaces = len(context) - len(context.rstrip())  # a token may begin with them, so they go with what follows
+                context, continuation = context[: len(context) - spaces], context[len(context) - spaces :] + continuation
+                n = len(encode(meta, context))
+                ids = encode(meta, context + continuation)
+                pairs.append(([meta['document_token'], *ids[:n]], ids[n:]))
+            return score_continuations(model, pairs, batch_size)
+
+        def loglikelihood_rolling(self, requests):
+            pairs, owner = [], []
+            for number, request in enumerate(requests):
+                ids = encode(meta, request.args[0])
+                for context, predicted in get_rolling_token_windows(ids, meta['document_token'], model.config.block_size, 1):
+                    pairs.append((context[: len(context) - len(predicted) + 1], predicted))
+                    owner.append(number)
+            total = [0.0] * len(requests)
+            for number, (logp, _) in zip(owner, score_continuations(model, pairs, batch_size), strict=True):
+                total[number] += logp
+            return total
+
+        def generate_until(self, requests):
+            texts = []
+            for context, given in tqdm([request.args for request in requests], unit='answer', leave=False, disable=None):
+                length = min(given.get('max_gen_toks', 256), model.config.block_size - 1)
+                stops = given.get('until') or []
+                sampled = given.get('do_sample', False)
+                config = SampleConfig(max_tokens=length, temperature=given.get('temperature', 1.0) if sampled else 0.0)
+                prompt = [meta['document_token'], *encode(meta, context)][-(model.config.block_size - length + 1) :]
+                decoder, row = Decoder(model, config), Text(meta, [stops] if isinstance(stops, str) else stops)
+                decoder.read([prompt])
+                generate(decoder, config, lambda i, token, likelihood, row=row: row.push(token, likelihood))
+                row.close('length')
+                texts.append(row.text)
+            return texts
+
+    return Harness()
+
+
+def run_harness(model, checkpoint, config):
+    """{task: {metric: value}} of the harness, and with CORE its centred average: the mean of (acc - guess) / (1 - guess)."""
+    lm = harness(model, checkpoint['meta'], config.batch_size)
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=config.lm_tasks or None)
+    shared = dict(model=lm, task_manager=manager, limit=config.limit or None, bootstrap_iters=0)
+    found = {}
+    names = list(CORE) if config.lm_eval == 'core' else config.lm_eval.split(',')
+    for name in names:
+        shots = CORE[name][0] if config.lm_eval == 'core' else config.num_fewshot
+        try:
+            scores = lm_eval.simple_evaluate(tasks=[name], num_fewshot=None if shots < 0 else shots, **shared)['results']
+        except (ValueError, KeyError, OSError) as e:
+            raise ConfigError(f'the task {name} could not be run ({type(e).__name__}: {str(e)[:200]}).') from None
+        for task, values in scores.items():
+            numbers = {k.partition(',')[0]: v for k, v in values.items() if isinstance(v, float) and 'stderr' not in k}
+            found[task] = numbers
+            print(f'{task:<50}' + '  '.join(f'{k} {v:.4f}' for k, v in numbers.items()))
+    if config.lm_eval == 'core':
+        centred = [(found[name][metric] - guess) / (1 - guess) for name, (_, metric, guess) in CORE.items()]
+        found['CORE'] = {'centred': sum(centred) / len(centred)}
+        print(f'{"CORE":<50}centred {found["CORE"]["centred"]:.4f}')
+    return found
+
+
 def print_table(head, rows):
     """Aligned columns; numbers below 1000 with as many decimals as mean something."""
     cells = [[str(c) if isinstance(c, str | int) else f'{c:.4f}' for c in row] for row in [head, *rows]]
@@ -328,6 +465,13 @@ def evaluate(path, config):
     """Measures one checkpoint: {'checkpoint', 'update', 'data', 'split'} and, for each schedule, what score_* returns."""
     model, checkpoint = load_model(path, pick_device(config.device))
     saved = checkpoint['config']
+    if config.lm_eval:
+        if checkpoint['meta']['kind'] != 'text':
+            raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on a task.')
+        found = {'checkpoint': path, 'lm_eval': run_harness(model, checkpoint, config)}
+        with open(os.path.join(os.path.dirname(path), 'eval-lm_eval.json'), 'w', encoding='utf-8') as f:
+            json.dump(found, f, indent=1)
+        return found
     data = Dataset(config.data_dir or saved['data_dir'])
     split = config.split or ('val' if data.is_text else 'test')
     if split not in data.meta['splits']:
@@ -513,9 +657,9 @@ def main(argv):
             results[name] = found = evaluate(path, config)
             if config.diagnose:
                 report_diagnosis(found, config.figure)
-            else:
+            elif not config.lm_eval:
                 report(found)
-        if config.diagnose:
+        if config.diagnose or config.lm_eval:
             if config.json:
                 print(json.dumps(results if len(results) > 1 else found))
             return

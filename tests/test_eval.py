@@ -318,3 +318,82 @@ def test_drawings(runs, capsys, tmp_path):
     assert 'log.jsonl cannot be read' in refused(capsys, f'--curves={tmp_path}', f'--figure={tmp_path}/c.png')
     assert 'needs figure' in refused(capsys, f'--curves={tmp_path}')
     assert 'overview=' in refused(capsys, '--overview=x.zzz')
+
+
+# The harness
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_continuations_are_scored_as_by_hand(runs, name):
+    """Continuations of 1, 2 and 5 tokens, long contexts, any batch and order: the sum of teacher-forced log-probabilities."""
+    model, _ = load_model(str(runs['text', name] / 'ckpt.pt'))
+    model.double()
+    rng = np.random.default_rng(0)
+    pairs = [([256, *rng.integers(97, 120, n)], list(rng.integers(97, 120, m))) for n in (0, 1, 7, 30) for m in (1, 2, 5, 20)]
+    pairs = [([int(i) for i in a], [int(i) for i in b]) for a, b in pairs]
+    expected = []
+    with torch.no_grad():
+        for context, continuation in pairs:
+            ids = (context + continuation)[-21:]
+            p = model(torch.tensor([ids[:-1]]), schedule=SEQUENTIAL)[0].log_softmax(-1)
+            places = range(len(ids) - 1 - len(continuation), len(ids) - 1)
+            total = sum(p[at, ids[at + 1]].item() for at in places)
+            expected.append((total, all(p[at].argmax().item() == ids[at + 1] for at in places)))
+        best = model(torch.tensor([[256, 97]]), schedule=SEQUENTIAL)[0, -1].argmax().item()
+        for batch_size in (1, 3, 64):
+            found = evaluation.score_continuations(model, pairs, batch_size)
+            reverse = evaluation.score_continuations(model, pairs[::-1], batch_size)[::-1]
+            for (a, greedy), (b, also), (c, wanted) in zip(found, reverse, expected, strict=True):
+                assert a == pytest.approx(c, abs=1e-6) and b == pytest.approx(c, abs=1e-6) and greedy == also == wanted
+        assert evaluation.score_continuations(model, [([256, 97], [best])], 1)[0][1]
+
+
+def test_the_harness_of_a_local_task(runs, capsys, tmp_path):
+    """Multiple choice, rolling likelihood and generation through lm-eval, against the direct path."""
+    pytest.importorskip('lm_eval', reason='the lm-eval harness is an optional extra')
+    from lm_eval.api.instance import Instance
+
+    out = runs['text', 't2mlr']
+    model, checkpoint = load_model(str(out / 'ckpt.pt'))
+    meta = checkpoint['meta']
+    lm = evaluation.harness(model, meta, 4)
+
+    def ask(kind, *arguments):
+        with torch.inference_mode():
+            return getattr(lm, kind)([Instance(kind, {}, args, i) for i, args in enumerate(arguments)])
+
+    a, b = ask('loglikelihood', ('document', ' 1'), ('document ', '1'))
+    assert a == b  # spaces at the end of a context belong to what follows
+    text = 'document 1 ' * 20  # 220 bytes: eleven windows of 20
+    ids = torch.tensor([256, *text.encode()])
+    windows = torch.stack([ids[i : i + 21] for i in range(0, 220, 20)])
+    with torch.no_grad():
+        nll = F.cross_entropy(model(windows[:, :-1], schedule=SEQUENTIAL).transpose(1, 2), windows[:, 1:], reduction='sum')
+    assert -ask('loglikelihood_rolling', (text,))[0] == pytest.approx(nll.item(), rel=1e-5)
+    (free,) = ask('generate_until', ('docu', {'until': [], 'max_gen_toks': 8}))
+    (cut,) = ask('generate_until', ('docu', {'until': [free[3]], 'max_gen_toks': 8}))
+    assert cut == free[: free.index(free[3])]
+    rows = [{'q': f'document {i}', 'choices': [' é', ' zz'], 'gold': i % 2} for i in range(6)]
+    (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    (tmp_path / 'local.yaml').write_text(
+        f'task: local_choice\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/rows.jsonl\n'
+        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\n'
+        'doc_to_target: gold\ntarget_delimiter: ""\nmetric_list:\n  - metric: acc\n'
+    )
+    found, _ = measured(capsys, f'--ckpt={out}', '--lm_eval=local_choice', f'--lm_tasks={tmp_path}')
+    hits = 0
+    for row in rows:
+        scores = [s for s, _ in ask('loglikelihood', *((row['q'], c) for c in row['choices']))]
+        hits += int(np.argmax(scores)) == row['gold']
+    assert found['lm_eval']['local_choice']['acc'] == pytest.approx(hits / 6)
+    assert json.loads((out / 'eval-lm_eval.json').read_text()) == found
+    assert 'could not be run' in refused(capsys, f'--ckpt={out}', '--lm_eval=no_such_task', f'--lm_tasks={tmp_path}')
+
+
+def test_the_harness_says_what_it_lacks(runs, capsys, monkeypatch):
+    import sys
+
+    assert 'needs a text model' in refused(capsys, f'--ckpt={runs["task", "lrt"]}', '--lm_eval=piqa')
+    monkeypatch.setitem(sys.modules, 'lm_eval', None)
+    monkeypatch.setitem(sys.modules, 'lm_eval.api.model', None)
+    assert 'pip install lm-eval' in refused(capsys, f'--ckpt={runs["text", "lrt"]}', '--lm_eval=piqa')
