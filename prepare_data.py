@@ -24,6 +24,7 @@ import sysconfig
 import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -254,7 +255,9 @@ class S5Config:
     actions: str = key('all', 'all elements, or generators: adjacent transpositions and the n-cycle', ('all', 'generators'))
     steps: str = key('1-8', 'actions per example of train and val: a number or a range')
     test_steps: str = key('', 'actions per example of test, which may be more; empty: as in training')
-    retrieval: bool = key(True, 'a dictionary comes first, and every action asks for its values')
+    length_bias: float = key(0.0, 'prefers short examples: a length of s steps is drawn with weight s^-length_bias; 0: evenly')
+    retrieval: bool = key(True, 'a dictionary comes first, and every action asks for values in it')
+    retrieve_by: str = key('action', 'what is looked up: the action, or the state after it (all are keys)', ('action', 'state'))
     dictionary_size: int = key(0, "keys that an example's actions are drawn from; 0: all actions")
     distractors: int = key(0, 'further keys in the dictionary that never act')
     value_len: int = key(1, 'value tokens per key')
@@ -271,9 +274,17 @@ class S5Config:
         within('group', self.group, 2, 5, 'groups S_2 to S_5 are made')
         for name in ('steps', 'test_steps'):
             self.length_range(name)
+        within('length_bias', self.length_bias, 0, 10, 'a weight is s^0 to s^-10')
         for name in ('dictionary_size', 'distractors'):
             if not self.retrieval and getattr(self, name):
                 raise ConfigError(f'{name}={getattr(self, name)} needs a dictionary; set retrieval=True or {name}=0.')
+            if self.retrieve_by == 'state' and getattr(self, name):
+                raise ConfigError(
+                    f'{name}={getattr(self, name)} is not possible with retrieve_by=state, where every element '
+                    f'is a key; set {name}=0.'
+                )
+        if self.retrieve_by == 'state' and not self.retrieval:
+            raise ConfigError('retrieve_by=state needs a dictionary; set retrieval=True or retrieve_by=action.')
         elements, actions = math.factorial(self.group), len(self.action_ids)
         within('dictionary_size', self.dictionary_size, 0, actions, f'there are {actions} actions, and 0 means all')
         most = elements - self.n_keys
@@ -297,19 +308,27 @@ class S5Config:
         """How many elements the actions of one example are drawn from."""
         return self.dictionary_size or len(self.action_ids)
 
+    @property
+    def keys_per_dictionary(self):
+        return math.factorial(self.group) if self.retrieve_by == 'state' else self.n_keys + self.distractors
+
     def length_range(self, name):
-        """The numbers of steps that `steps` or `test_steps` allows, as a range."""
-        text = getattr(self, name) or self.steps
-        match = re.fullmatch(r'(\d{1,6})(?:-(\d{1,6}))?', text, re.ASCII)
-        if not match:
-            raise ConfigError(f'{name}={text} is not a number of steps or a range of it; write it like {name}=8 or {name}=1-8.')
-        low, high = int(match[1]), int(match[2] or match[1])
-        if low > high:
-            raise ConfigError(f'{name}={text} runs backwards; write {name}={high}-{low}.')
-        if low < 1 or high > 1_000:  # a bound that keeps the counting of examples quick
-            near = '-'.join(str(min(max(int(n), 1), 1_000)) for n in text.split('-'))
-            raise ConfigError(f'{name}={text} is not possible: an example has 1 to 1000 steps; the nearest is {name}={near}.')
-        return range(low, high + 1)
+        """The numbers of steps that `steps` or `test_steps` allows, as a range; the bound keeps the counting quick."""
+        return number_range(name, getattr(self, name) or self.steps, 1, 1_000, 'an example has 1 to 1000 steps')
+
+
+def number_range(name, text, least, most, why):
+    """The whole numbers that a setting such as '8' or '1-8' allows, as a range; ConfigError unless all are least to most."""
+    match = re.fullmatch(r'(\d{1,9})(?:-(\d{1,9}))?', text, re.ASCII)
+    if not match:
+        raise ConfigError(f'{name}={text} is not a whole number or a range; write it like {name}=8 or {name}=1-8.')
+    low, high = int(match[1]), int(match[2] or match[1])
+    if low > high:
+        raise ConfigError(f'{name}={text} runs backwards; write {name}={high}-{low}.')
+    if low < least or high > most:
+        near = '-'.join(str(min(max(int(n), least), most)) for n in text.split('-'))
+        raise ConfigError(f'{name}={text} is not possible: {why}; the nearest is {name}={near}.')
+    return range(low, high + 1)
 
 
 @functools.cache
@@ -325,9 +344,10 @@ def count_examples(config, steps):
     actions, drawn_from = len(config.action_ids), config.n_keys
     if not config.retrieval:
         return actions**steps
-    others, keys = math.factorial(config.group) - actions, drawn_from + config.distractors
-    total = 0
-    for among in range(drawn_from, min(keys, actions) + 1):  # keys that could act; the rows do not tell which are distractors
+    others, keys = math.factorial(config.group) - actions, config.keys_per_dictionary
+    total = actions**steps if config.retrieve_by == 'state' else 0
+    # By the number of keys that could act; the rows do not tell which of them are distractors.
+    for among in range(drawn_from, min(keys, actions) + 1) if config.retrieve_by == 'action' else ():
         sequences = [1] + [0] * drawn_from  # by the number of different actions in them, which is at most drawn_from
         for _ in range(steps if among > drawn_from else 0):
             sequences = [0] + [sequences[j] * j + sequences[j - 1] * (among - j + 1) for j in range(1, drawn_from + 1)]
@@ -337,7 +357,8 @@ def count_examples(config, steps):
 
 
 def plan(config):
-    """{split: {steps: examples}}: every split spreads its examples over its lengths as evenly as their supply allows.
+    """{split: {steps: examples}}: every split spreads its examples over its lengths in proportion to steps^-length_bias (0:
+    evenly), as far as their supply allows.
 
     No example is in two splits or twice in one, and short ones run out (without retrieval S_3 has six of one step). So test
     and val take at most a quarter each of the examples that exist of a training length, and train may have all the rest.
@@ -357,16 +378,17 @@ def plan(config):
                 f'n_{split}={wanted} is not possible: of the {sum(supply[s] for s in lengths)} different examples with '
                 f'{name}={getattr(config, name)} there are {most} for {split}; lower n_{split} or allow more steps.'
             )
-        shares[split] = {}
-        for i, s in enumerate(sorted(lengths, key=left.get)):  # the scarcest first: what it lacks goes to the others
-            shares[split][s] = min(left[s], wanted // (len(lengths) - i))
-            wanted -= shares[split][s]
+        weight = {s: Fraction(s**-config.length_bias) for s in lengths}
+        shares[split], total = {}, sum(weight.values())
+        for s in sorted(lengths, key=lambda s: left[s] / weight[s]):  # the scarcest first: what it lacks goes to the others
+            shares[split][s] = min(left[s], wanted * weight[s] // total)
+            wanted, total = wanted - shares[split][s], total - weight[s]
     return shares
 
 
 def row_length(config, steps):
     """(tokens of the dictionary, tokens of the whole example)."""
-    prefix = (config.n_keys + config.distractors) * (1 + config.value_len) if config.retrieval else 0
+    prefix = config.keys_per_dictionary * (1 + config.value_len) if config.retrieval else 0
     return prefix, prefix + 1 + steps * (1 + config.value_len * config.retrieval)
 
 
@@ -375,7 +397,7 @@ def draw_examples(config, rng, count, steps):
 
     With retrieval: key value.. key value.. | action slot.. action slot.., without: | action action ..
     At an action the target is the state after it, state_t = action_t after state_{t-1} from the identity; at an action's
-    slots it is that action's values in the dictionary; everywhere else it is -1.
+    slots it is the values in the dictionary of that action, or with retrieve_by=state of that state; everywhere else it is -1.
     """
     compose = composition_table(config.group)
     elements, allowed = len(compose), np.array(config.action_ids)
@@ -387,7 +409,7 @@ def draw_examples(config, rng, count, steps):
         cannot_act = ~np.isin(np.arange(elements), allowed)
         order = np.argsort(rng.random((count, elements)) + cannot_act, axis=1)
         acting, rest = np.split(order, [config.n_keys], axis=1)
-        distract = rng.permuted(rest, axis=1)[:, : config.distractors]
+        distract = rng.permuted(rest, axis=1)[:, : config.keys_per_dictionary - config.n_keys]
         keys = rng.permuted(np.concatenate([acting, distract], axis=1), axis=1)  # (count, keys)
         values = elements + rng.integers(config.n_values, size=(*keys.shape, config.value_len))
     actions = np.take_along_axis(acting, rng.integers(config.n_keys, size=(count, steps)), axis=1)
@@ -402,7 +424,8 @@ def draw_examples(config, rng, count, steps):
         return np.hstack([bar, actions]), np.hstack([np.full_like(bar, -1), states])
     position = np.empty((count, elements), dtype=np.int64)  # of a key in its dictionary
     np.put_along_axis(position, keys, np.arange(keys.shape[1])[None], axis=1)
-    answers = values[np.arange(count)[:, None], np.take_along_axis(position, actions, axis=1)]  # (count, steps, value_len)
+    looked_up = np.take_along_axis(position, states if config.retrieve_by == 'state' else actions, axis=1)
+    answers = values[np.arange(count)[:, None], looked_up]  # (count, steps, value_len)
     dictionary = np.dstack([keys, values]).reshape(count, -1)
     tokens = np.hstack([dictionary, bar, np.dstack([actions, np.full_like(answers, slot)]).reshape(count, -1)])
     unscored = np.full((count, dictionary.shape[1] + 1), -1)

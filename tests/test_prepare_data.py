@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -72,7 +73,8 @@ def check_example(meta, tokens, targets, recur_mask):
         assert slots == ['_'] * width
         after = [int(digit) for digit in action[1:]]
         state = tuple(after[state[i]] for i in range(n))
-        answers = ['p' + ''.join(map(str, state)), *(dictionary[action] if width else ())]
+        after = 'p' + ''.join(map(str, state))
+        answers = [after, *(dictionary[after if settings['retrieve_by'] == 'state' else action] if width else ())]
         here = targets[bar + 1 + start : bar + 1 + start + 1 + width]
         assert [names[i] for i in here] == answers
         for target, score in zip(here, ['state'] + ['retrieval'] * width, strict=True):
@@ -83,7 +85,9 @@ def check_example(meta, tokens, targets, recur_mask):
         swaps = {tuple(i + 1 if k == i else i if k == i + 1 else k for k in range(n)) for i in range(n - 1)}
         allowed = {'p' + ''.join(map(str, p)) for p in swaps | {tuple((k + 1) % n for k in range(n))}}
         assert acted <= allowed
-    if width:
+    if width and settings['retrieve_by'] == 'state':
+        assert len(dictionary) == len(list(itertools.permutations(range(n))))
+    elif width:
         size = settings['dictionary_size'] or len(acting_names(settings))
         assert acted <= set(dictionary) and len(acted) <= size and len(dictionary) == size + settings['distractors']
     return len(rest) // (1 + width)
@@ -104,7 +108,11 @@ def random_settings(rng):
     settings |= {'value_len': rng.randint(1, 3), 'n_values': rng.choice([1, 2, 8, 300])}
     if rng.random() < 0.5:
         settings['test_steps'] = str(rng.randint(1, 24))
-    if settings['retrieval']:
+    if rng.random() < 0.3:
+        settings['length_bias'] = rng.uniform(0, 10)
+    if settings['retrieval'] and rng.random() < 0.3:
+        settings['retrieve_by'] = 'state'
+    elif settings['retrieval']:
         size = rng.choice([0, rng.randint(1, able)])
         settings |= {'dictionary_size': size, 'distractors': rng.randint(0, min(6, elements - (size or able)))}
     return settings
@@ -184,6 +192,8 @@ def test_the_count_of_examples_is_exact(steps):
             config = S5Config(group=group, actions=actions, dictionary_size=size, distractors=distractors, n_values=1)
             if size <= len(config.action_ids) and config.n_keys + distractors <= [0, 0, 2, 6][group]:
                 assert count_examples(config, steps) == len(every_example(config, steps)), config
+    by_state = S5Config(group=3, actions='generators', n_values=2, retrieve_by='state')
+    assert count_examples(by_state, steps) == math.factorial(6) * 2**6 * 3**steps
 
 
 def test_a_whole_space_can_be_used_up_and_not_one_more(tmp_path, capsys):
@@ -204,6 +214,19 @@ def test_lengths_are_even_where_supply_allows():
         assert max(rich) - min(rich) <= 1 and max(shares[split].values()) == max(rich)
     longer = plan(S5Config(group=3, retrieval=False, steps='4-6', test_steps='1-12', n_train=1_000, n_val=9, n_test=500))
     assert longer['test'][1] == 6, 'nothing of a length that only test has is kept back'
+
+
+def test_a_length_bias_favours_short_examples_where_supply_allows():
+    settings = {'group': 3, 'steps': '3-10', 'n_train': 10_000}
+    for bias in (0.5, 1.0, 3.0):
+        share = plan(S5Config(length_bias=bias, **settings))['train']
+        expected = {s: s**-bias for s in range(3, 11)}
+        assert sum(share.values()) == 10_000
+        for s in share:
+            assert abs(share[s] - 10_000 * expected[s] / sum(expected.values())) < 2
+    scarce = plan(S5Config(length_bias=2.0, group=3, retrieval=False, steps='1-8', n_train=10_000))
+    for split, wanted in (('train', 10_000), ('val', 2_000), ('test', 2_000)):
+        assert sum(scarce[split].values()) == wanted and scarce[split][1] < scarce[split][5] > scarce[split][8]
 
 
 def test_a_seed_decides_everything_and_the_test_set_does_not_know_n_train(tmp_path):
@@ -231,6 +254,12 @@ def test_a_seed_decides_everything_and_the_test_set_does_not_know_n_train(tmp_pa
         ('distractors=1', {'group': 3, 'distractors': 1}),
         ('distractors=2', {'retrieval': False, 'distractors': 2}),
         ('dictionary_size=2', {'retrieval': False, 'dictionary_size': 2}),
+        ('distractors=2', {'retrieve_by': 'state', 'distractors': 2}),
+        ('dictionary_size=2', {'retrieve_by': 'state', 'dictionary_size': 2}),
+        ('retrieve_by=state', {'retrieve_by': 'state', 'retrieval': False}),
+        ('retrieve_by=value', {'retrieve_by': 'value'}),
+        ('length_bias=-1', {'length_bias': -1}),
+        ('length_bias=11', {'length_bias': 11}),
         ('value_len=0', {'value_len': 0}),
         ('n_values=0', {'n_values': 0}),
         ('seed=-1', {'seed': -1}),
