@@ -1,28 +1,39 @@
 """Datasets, made once and stored as files that training maps into memory.
 
-    python prepare_data.py text                        bytes of text files; the Python standard library if no source is named
+    python prepare_data.py text                        text files; the Python standard library if no source is named
+    python prepare_data.py fineweb_edu --source=PATH   a corpus of parquet, jsonl or txt files; the hub's if no source is named
     python prepare_data.py s5 --group=3                permutation state tracking with retrieval, made from a seed
     python prepare_data.py text --help                 the keys of one dataset
 
 A dataset is a folder whose meta.json, written last, describes the files beside it: train.bin and val.bin, one flat stream of
-token ids, for text; train.npz, val.npz and test.npz for a task. A folder without meta.json is not a dataset. Starting the
-same command again re-uses what is there.
+token ids, for text, or its shards train-00000.bin and so on; train.npz, val.npz and test.npz for a task. A folder without
+meta.json is not a dataset. Starting the same command again re-uses what is there.
 """
 
+import codecs
+import contextlib
 import difflib
 import functools
 import glob
 import hashlib
+import importlib
 import itertools
 import json
 import math
+import multiprocessing.connection
 import os
 import platform
+import random
 import re
+import shutil
+import signal
 import sys
 import sysconfig
 import tempfile
-from collections import defaultdict
+import threading
+from collections import defaultdict, deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -33,7 +44,10 @@ from tqdm import tqdm
 from configurator import ConfigError, fail, key, nearest, parse, reporting
 
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
-PIECES = ('train.bin', 'val.bin', 'train.npz', 'val.npz', 'test.npz', 'meta.json')  # every file that a dataset may consist of
+DOCUMENT_NAMES = ('<|begin_of_text|>', '<|endoftext|>', '<s>', '<bos>', '</s>')  # of a tokenizer.json, in order of preference
+PIECES = re.compile(r'(train|val|test)(-\d{5,})?\.(bin|npz|jsonl)|(meta|unfinished)\.json(\.tmp)?')  # every file of a dataset
+PIECE_LENGTH = 2**20  # bytes of text handed to a process at once
+ENCODED_AT_ONCE = 2**17  # characters; on longer runs of one kind tiktoken is slow, and at a million spaces it gives up
 STDLIB_LEAVES_OUT = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}  # installed packages and tests
 
 
@@ -46,14 +60,103 @@ def token_dtype(vocab_size):
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
+def extra(package):
+    """The module of an optional package; ConfigError when it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.split('.')[0]
+        raise ConfigError(f'this needs the package {name}: install it with `pip install -r requirements-data.txt`.') from None
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(name, text=None):
+    """(function from a text to its ids, bytes of each id, document token) of the tiktoken encoding `name`, or of `text`, the
+    content of a tokenizer.json. Special tokens have no bytes, and no text is encoded to one.
+
+    Raises ConfigError for what cannot be loaded. A tokenizer.json without one of DOCUMENT_NAMES gets one id more.
+    """
+    if text is None:
+        tiktoken = extra('tiktoken')
+        if name not in tiktoken.list_encoding_names():
+            known = nearest(name, ['bytes', *tiktoken.list_encoding_names()])
+            raise ConfigError(f'tokenizer={name} is neither known to tiktoken nor the path of a tokenizer.json; {known}')
+        try:
+            encoding = tiktoken.get_encoding(name)
+        except Exception as e:  # whatever its download raises
+            raise ConfigError(
+                f'tokenizer={name} could not be loaded ({type(e).__name__}); tiktoken fetches it from the network once, '
+                f'or take --tokenizer=bytes or a tokenizer.json.'
+            ) from None
+        pieces = [b''] * encoding.n_vocab
+        for i in range(encoding.n_vocab):
+            with contextlib.suppress(KeyError):  # some vocabularies have gaps
+                pieces[i] = encoding.decode_single_token_bytes(i)
+        for special in encoding.special_tokens_set:
+            pieces[encoding.encode_single_token(special)] = b''
+        return encoding.encode_ordinary, pieces, encoding.eot_token
+
+    try:
+        tokenizer = extra('tokenizers').Tokenizer.from_str(text)
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(text)['decoder'])
+    except ConfigError:
+        raise
+    except Exception as e:  # the package raises plain Exceptions
+        raise ConfigError(f'{name} is not a tokenizer.json that can be used: {e}.') from None
+    tokenizer.encode_special_tokens = True  # as ordinary text, that is
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # GPT-2 writes the visible bytes as themselves and the others as the characters from 256 on.
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    of_char = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(sorted(set(range(256)) - set(visible)))}
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
+    pieces = [b''] * (max(vocabulary.values()) + 1)
+    for token, i in vocabulary.items():
+        if i in added:
+            pieces[i] = b'' if added[i].special else token.encode()
+        elif byte_level:
+            pieces[i] = bytes(of_char.get(c, 0) for c in token)
+        elif re.fullmatch('<0x[0-9A-F]{2}>', token):
+            pieces[i] = bytes([int(token[3:5], 16)])
+        else:
+            pieces[i] = token.replace('\N{LOWER ONE EIGHTH BLOCK}', ' ').encode()
+    specials = {token.content: i for i, token in added.items() if token.special}
+    document = next((specials[n] for n in DOCUMENT_NAMES if n in specials), len(pieces))
+    if document == len(pieces):
+        pieces.append(b'')
+    return lambda piece: tokenizer.encode(piece, add_special_tokens=False).ids, pieces, document
+
+
+def tokenizer_meta(name):
+    """What meta.json says of a tokenizer: 'bytes', a tiktoken name, or the path of a tokenizer.json, whose content it keeps.
+
+    'token_bytes' are the bytes of each id, 0 for specials. Raises ConfigError for what cannot be loaded.
+    """
+    about, pieces, document = {'tokenizer': name}, [bytes([b]) for b in range(DOCUMENT_TOKEN)] + [b''], DOCUMENT_TOKEN
+    if name.endswith('.json'):
+        try:
+            about = {'tokenizer': 'tokenizer.json', 'tokenizer_json': Path(name).expanduser().read_text('utf-8')}
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f'tokenizer={name} cannot be read ({e}); name a tokenizer.json.') from None
+    if name != 'bytes':
+        _, pieces, document = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
+    sizes = {'vocab_size': len(pieces), 'document_token': document, 'token_bytes': [len(p) for p in pieces]}
+    return about | sizes | {'dtype': token_dtype(len(pieces)).name}
+
+
 def encode(meta, text):
     """Token ids (list of int) of `text` under the tokenizer of a dataset's meta.json.
 
-    'bytes': its UTF-8 bytes, whatever they spell, so never the document token. 'names': whitespace-separated names;
-    ConfigError for a name that the vocabulary lacks.
+    'bytes': its UTF-8 bytes, whatever they spell, so never the document token; nor does another tokenizer make a special
+    token of a text. 'names': whitespace-separated names; ConfigError for a name that the vocabulary lacks.
     """
     if meta['tokenizer'] == 'bytes':
         return list(text.encode('utf-8', 'surrogateescape'))  # a command line keeps undecodable bytes as surrogates
+    if meta['tokenizer'] != 'names':
+        encode_piece = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[0]
+        text = text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
+        starts = range(0, len(text), ENCODED_AT_ONCE)
+        return [i for start in starts for i in encode_piece(text[start : start + ENCODED_AT_ONCE])]
     ids = {name: i for i, name in enumerate(meta['names'])}
     for word in text.split():
         if word not in ids:
@@ -63,10 +166,30 @@ def encode(meta, text):
 
 
 def decode(meta, ids):
-    """Bytes of token ids. The document token is b'' and a name ends in a space, so pieces decoded apart can be joined."""
+    """Bytes of token ids. Special tokens are b'' and a name ends in a space, so pieces decoded apart can be joined."""
     if meta['tokenizer'] == 'bytes':
         return bytes(int(i) for i in ids if i != meta['document_token'])
+    if meta['tokenizer'] != 'names':
+        pieces = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[1]
+        return b''.join([pieces[i] for i in ids])
     return ''.join(meta['names'][i] + ' ' for i in ids).encode()
+
+
+def tokens_of(meta, content, opens=True):
+    """Tokens of a document (bytes of UTF-8), the document token first, or of a later piece of one, without it.
+
+    Raises ConfigError when decoding them does not give `content` back.
+    """
+    ids = np.frombuffer(content, np.uint8) if meta['tokenizer'] == 'bytes' else encode(meta, content.decode())
+    if meta['tokenizer'] != 'bytes' and decode(meta, ids) != content:
+        raise ConfigError(
+            f'the tokenizer {meta["tokenizer"]} loses a part of the text {content[:40].decode(errors="ignore")!r}...; '
+            f'take one that works on bytes, like --tokenizer=gpt2.'
+        )
+    tokens = np.empty(len(ids) + opens, meta['dtype'])
+    tokens[:opens] = meta['document_token']
+    tokens[opens:] = ids
+    return tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -94,7 +217,9 @@ def is_ready(out, overwrite, wanted):
     """
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f'out={out} is a file; name a folder.')
-    if overwrite or not os.path.isdir(out) or set(os.listdir(out)) <= set(PIECES[:-1]):  # pieces alone: a killed run's
+    if overwrite or not os.path.isdir(out):
+        return False
+    if all(PIECES.fullmatch(name) and not name.endswith('.json') for name in os.listdir(out)):  # a killed run's
         return False
     try:
         with open(os.path.join(out, 'meta.json'), encoding='utf-8') as f:
@@ -102,8 +227,12 @@ def is_ready(out, overwrite, wanted):
         if any(meta.get(k) != v for k, v in wanted.items()):
             raise ConfigError(f'out={out} holds a dataset made with other settings; choose another out, or --overwrite=True.')
         suffix = 'bin' if meta['kind'] == 'text' else 'npz'
-        whole = all(file_sha256(os.path.join(out, f'{name}.{suffix}')) == s['sha256'] for name, s in meta['splits'].items())
-    except (OSError, ValueError, KeyError, AttributeError):
+        whole = all(
+            file_sha256(os.path.join(out, f'{name}.{suffix}')) == s['sha256']
+            for split, about in meta['splits'].items()
+            for name, s in (shard_names(split, about['shards']) if 'shards' in about else [(split, about)])
+        ) and all(file_sha256(os.path.join(out, f'{name}.jsonl')) == s for name, s in meta.get('jsonl_sha256', {}).items())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         whole = False
     if not whole:
         raise ConfigError(f'out={out} holds other files, or a damaged dataset; choose another out, or --overwrite=True.')
@@ -116,15 +245,28 @@ def publish(work, out, meta):
     with open(os.path.join(work, 'meta.json'), 'w', encoding='utf-8') as f:
         json.dump(meta, f, indent=1)
     os.makedirs(out, exist_ok=True)
-    for name in reversed(PIECES):  # meta.json goes first ...
-        if os.path.exists(path := os.path.join(out, name)):
-            os.remove(path)
-    for name in PIECES:  # ... and comes last
-        if os.path.exists(path := os.path.join(work, name)):
-            os.replace(path, os.path.join(out, name))
+    clear(out)  # meta.json goes first ...
+    for name in sorted(os.listdir(work), key=lambda name: name == 'meta.json'):  # ... and comes last
+        os.replace(os.path.join(work, name), os.path.join(out, name))
+    announce(out, meta)
+
+
+def clear(out):
+    """Removes the dataset in `out`, meta.json first, and leaves other files."""
+    for name in sorted(os.listdir(out), key=lambda name: name != 'meta.json'):
+        if PIECES.fullmatch(name):
+            os.remove(os.path.join(out, name))
+
+
+def announce(out, meta):
     for name, split in meta['splits'].items():
-        print(f'{name:<5}  ' + '  '.join(f'{v:>11,} {k}' for k, v in split.items() if k != 'sha256'))
+        print(f'{name:<5}  ' + '  '.join(f'{v:>11,} {k}' for k, v in split.items() if isinstance(v, int)))
     print(f'wrote {out}')
+
+
+def shard_names(split, shards):
+    """[(file name without its ending, entry)] of the entries `shards`; the names are never read from a file."""
+    return [(f'{split}-{i:05}', shard) for i, shard in enumerate(shards)]
 
 
 def work_folder(out):
@@ -142,6 +284,7 @@ def work_folder(out):
 class TextConfig:
     source: str = key('', "files, folders or patterns joined by commas; empty: the Python standard library's source")
     extensions: str = key('', 'of the files taken from folders, joined by commas; empty: all (of the standard library .py)')
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
     val_fraction: float = key(0.05, 'share of the documents that goes to val')
     out: str = key('data/stdlib', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds')
@@ -188,7 +331,7 @@ def find_files(config):
 
 
 def make_text(config):
-    """Bytes of files, one document per file, each opened by the document token, in train.bin and val.bin.
+    """Tokens of files, one document per file, each opened by the document token, in train.bin and val.bin.
 
     The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So a split
     depends on the set of documents alone, and copies of one document never end up on both sides. Memory: the largest file.
@@ -197,7 +340,7 @@ def make_text(config):
     if config.source:
         about = ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in config.source.split(',') if s.strip())
     settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite')}
-    wanted = {'kind': 'text', 'source': about, 'settings': settings}
+    wanted = {'kind': 'text', 'source': about, 'settings': settings} | tokenizer_meta(config.tokenizer)
     if is_ready(config.out, config.overwrite, wanted):
         return
 
@@ -223,7 +366,6 @@ def make_text(config):
         )
     in_val = set(distinct[: min(max(round(config.val_fraction * len(distinct)), 1), len(distinct) - 1)])
 
-    vocab_size = DOCUMENT_TOKEN + 1
     splits = {name: {'tokens': 0, 'documents': 0} for name in ('train', 'val')}
     with work_folder(config.out) as work:
         with open(f'{work}/train.bin', 'wb') as train, open(f'{work}/val.bin', 'wb') as val:
@@ -231,18 +373,341 @@ def make_text(config):
                 content = Path(path).read_bytes()
                 if hashlib.sha256(content).digest() != digest:
                     raise ConfigError(f'{path} changed while it was being read; start again when it is at rest.')
-                tokens = np.empty(len(content) + 1, token_dtype(vocab_size))
-                tokens[0] = DOCUMENT_TOKEN
-                tokens[1:] = np.frombuffer(content, np.uint8)
+                tokens = tokens_of(wanted, content)
                 tokens.tofile(val if digest in in_val else train)
                 split = splits['val' if digest in in_val else 'train']
                 split['tokens'] += len(tokens)
                 split['documents'] += 1
         for name, split in splits.items():
             split['sha256'] = file_sha256(f'{work}/{name}.bin')
-        tokenizer = {'tokenizer': 'bytes', 'vocab_size': vocab_size, 'document_token': DOCUMENT_TOKEN}
-        lengths = {'token_bytes': [1] * 256 + [0], 'dtype': token_dtype(vocab_size).name}
-        publish(work, config.out, wanted | tokenizer | lengths | {'splits': splits})
+        publish(work, config.out, wanted | {'splits': splits})
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# FineWeb-Edu, or any corpus of parquet, jsonl and txt files
+
+
+@dataclass
+class FineWebEduConfig:
+    subset: str = key('10BT', "the hub's sample of 10 or 100 billion tokens", ('10BT', '100BT'))
+    source: str = key('', 'parquet, jsonl or txt files, folders or patterns joined by commas, instead of the hub')
+    tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    workers: int = key(0, 'processes that tokenise; 0: one a core')
+    shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest')
+    limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all')
+    val_fraction: float = key(0.001, 'share of the documents that goes to val, by their sha256')
+    out: str = key('data/fineweb_edu', 'the folder to write')
+    overwrite: bool = key(False, 'replace what `out` holds, unfinished work too')
+
+    def check(self):
+        within('workers', self.workers, 0, 1024, 'there are 1 to 1024 processes, and 0 is one a core')
+        within('shard_tokens', self.shard_tokens, 1000, 2**33, 'a shard has a thousand to 2^33 tokens')
+        within('limit_tokens', self.limit_tokens, 0, 2**62, 'a limit is positive, and 0 is none')
+        TextConfig.check(self)
+
+
+def list_corpus(config):
+    """[[path, size]] of the files of the corpus in their order: local ones in bytes, those of the hub as 1 each.
+
+    Raises ConfigError for a missing, an empty or another kind of file, and for a folder that would need its own code.
+    """
+    if not config.source:
+        datasets = extra('datasets')
+        try:
+            builder = datasets.load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
+            return [[str(path), 1] for path in builder.config.data_files['train']]  # each names its revision
+        except Exception as e:  # whatever its many layers raise
+            raise ConfigError(
+                f'HuggingFaceFW/fineweb-edu could not be reached ({type(e).__name__}); --source=FILES takes files on this disk.'
+            ) from None
+    files = find_files(TextConfig(source=config.source, extensions='parquet,jsonl,txt,py', out=config.out))
+    for path in files:
+        if path.endswith('.py'):
+            raise ConfigError(
+                f'source={config.source} holds the script {os.path.basename(path)}, and no code of a dataset is run; name its '
+                f'data, like --source={os.path.dirname(path)}/*.parquet.'
+            )
+        if not path.endswith(('.parquet', '.jsonl', '.txt')):
+            raise ConfigError(f'{path} is no parquet, jsonl or txt file; convert it to one of them.')
+        if not os.path.getsize(path):
+            raise ConfigError(f'{path} is empty; complete or remove it.')
+    if not files:
+        raise ConfigError(f'source={config.source} holds no parquet, jsonl or txt file; name a folder or pattern that does.')
+    return [[path, os.path.getsize(path)] for path in files]
+
+
+def read_corpus(path, skip):
+    """Yields (sha256 of the document, whether it opens here, content in bytes, share of the file read) from entry `skip` on.
+
+    An entry is a document: a row of a parquet file, a line of a jsonl file (its "text"), or a whole txt file, which comes in
+    pieces, an entry each. Content may be empty. Raises ConfigError where the file cannot be read or is not UTF-8.
+    """
+    number = skip
+    try:
+        remote = '://' in path
+        opening = importlib.import_module('datasets.utils.file_utils').xopen if remote else open  # the former tries again
+        with opening(path, 'rb') as f:
+            if path.endswith('.parquet'):
+                table, pyarrow, first = extra('pyarrow.parquet').ParquetFile(f), extra('pyarrow'), 0
+                for group in range(table.num_row_groups):
+                    end = first + table.metadata.row_group(group).num_rows
+                    for batch in table.iter_batches(256, [group], ['text']) if end > skip else ():
+                        column = batch.column('text').cast(pyarrow.large_binary())[max(number - first, 0) :]
+                        first += len(batch)
+                        for value in column:
+                            content = value.as_py() or b''
+                            content.decode()
+                            yield hashlib.sha256(content).digest(), True, content, number / table.metadata.num_rows
+                            number += 1
+                    first = end
+            elif path.endswith('.jsonl'):
+                size = math.inf if remote else os.path.getsize(path)
+                for line in itertools.islice(f, skip, None):
+                    content = json.loads(line)['text'].encode() if line.strip() else b''
+                    yield hashlib.sha256(content).digest(), True, content, f.tell() / size
+                    number += 1
+            else:
+                digest, size = bytes.fromhex(file_sha256(path)), os.path.getsize(path)
+                decoder, number = codecs.getincrementaldecoder('utf-8')(), 0
+                while block := f.read(PIECE_LENGTH):
+                    content = decoder.decode(block, final=f.tell() == size).encode()
+                    if number >= skip:
+                        yield digest, number == 0, content, f.tell() / size
+                    number += 1
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as e:  # of a damaged file, or of the network
+        raise ConfigError(f'{path} cannot be read at its entry {number} ({type(e).__name__}: {e}).') from None
+
+
+def batches(files, position):
+    """Yields (position after it, share of the corpus read, entries) of each batch behind `position`, which is
+    [number of the file, entries of it read]."""
+    (begin, skip), entries, filled = position, [], 0
+    before, total = sum(size for _, size in files[:begin]), sum(size for _, size in files)
+    for number, (path, size) in enumerate(files[begin:], begin):
+        for *entry, share in read_corpus(path, skip):
+            entries.append(entry)
+            filled, skip = filled + len(entry[2]), skip + 1
+            if filled >= PIECE_LENGTH or len(entries) >= 2**14:
+                yield [number, skip], (before + share * size) / total, entries
+                entries, filled = [], 0
+        before, skip = before + size, 0
+    yield [len(files), 0], 1.0, entries
+
+
+WORKER = {}  # in a process that tokenises: the settings that all batches share
+
+
+def start_worker(meta, val_fraction):
+    WORKER.update(meta=meta, val_fraction=val_fraction)
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides
+        orphaned = functools.partial(multiprocessing.connection.wait, [parent.sentinel])
+        threading.Thread(target=lambda: (orphaned(), os._exit(1)), daemon=True).start()
+
+
+def tokenise(entries):
+    """(tokens of all entries in a row, tokens of each, whether it opens a document, whether it belongs to val) as arrays."""
+    kept = [entry for entry in entries if entry[2]]
+    tokens = [tokens_of(WORKER['meta'], content, opens) for _, opens, content in kept]
+    in_val = [int.from_bytes(digest[:8], 'big') < WORKER['val_fraction'] * 2**64 for digest, _, _ in kept]
+    lengths, opens = [len(t) for t in tokens], [opens for _, opens, _ in kept]
+    joined = np.concatenate([np.empty(0, WORKER['meta']['dtype']), *tokens])
+    return joined, np.array(lengths, np.int64), np.array(opens, bool), np.array(in_val, bool)
+
+
+def tokenise_all(work, workers, *shared):
+    """Yields (position, share, what tokenise() makes) of the batches `work` in their order, from `workers` processes."""
+    if workers == 1:
+        start_worker(*shared)
+        yield from ((position, share, tokenise(entries)) for position, share, entries in work)
+        return
+    context, waiting = multiprocessing.get_context('spawn'), deque()
+    try:
+        with ProcessPoolExecutor(workers, context, start_worker, shared) as pool:
+            for position, share, entries in work:
+                waiting.append((position, share, pool.submit(tokenise, entries)))
+                if len(waiting) > 3 * workers:  # one long document does not hold up the others, and memory stays bounded
+                    position, share, future = waiting.popleft()
+                    yield position, share, future.result()
+            while waiting:
+                position, share, future = waiting.popleft()
+                yield position, share, future.result()
+    except BrokenProcessPool:
+        raise ConfigError('a process was killed, perhaps for its memory; start again with fewer --workers.') from None
+
+
+class Shards:
+    """The files of one split, NAME-00000.bin and so on, of `size` tokens each, written behind `done`, the entries of an earlier
+    commit(). What an interrupted run has written beyond them is cut off. Raises ConfigError when they are damaged."""
+
+    def __init__(self, folder, name, size, done):
+        self.folder, self.name, self.size, self.entries = folder, name, size, done
+        self.file, self.digest = None, None
+        paths = {path: shard for path, shard in zip(map(self.path, range(len(done))), done, strict=True)}
+        for path, shard in paths.items():
+            with contextlib.suppress(OSError):
+                os.truncate(path, shard['bytes'])
+            try:
+                with open(path, 'rb') as f:
+                    self.digest = hashlib.file_digest(f, 'sha256')
+            except OSError:
+                self.digest = None
+            if self.digest is None or self.digest.hexdigest() != shard['sha256']:
+                raise ConfigError(f'{path}, part of unfinished work, is missing or damaged; --overwrite=True starts over.')
+        for path in glob.glob(os.path.join(glob.escape(folder), name + '-*.bin')):
+            if path not in paths:
+                os.remove(path)
+        if done:
+            self.file = open(self.path(len(done) - 1), 'ab')
+
+    def path(self, i):
+        return os.path.join(self.folder, f'{self.name}-{i:05}.bin')
+
+    def append(self, tokens):
+        while len(tokens):
+            if not self.entries or self.entries[-1]['tokens'] == self.size:
+                self.commit()
+                self.close()
+                self.file, self.digest = open(self.path(len(self.entries)), 'wb'), hashlib.sha256()
+                self.entries.append({'tokens': 0, 'bytes': 0})
+            entry = self.entries[-1]
+            part, tokens = np.split(tokens, [self.size - entry['tokens']])
+            self.file.write(part.tobytes())
+            self.digest.update(part.tobytes())
+            entry['tokens'] += len(part)
+            entry['bytes'] += part.nbytes
+
+    def commit(self):
+        """Entries [{'tokens', 'bytes', 'sha256'}] of all that was appended, which is on the disk from now on."""
+        if self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.entries[-1]['sha256'] = self.digest.hexdigest()
+        return self.entries
+
+    def close(self):
+        if self.file:
+            self.file.close()
+
+
+def write_json(path, value):
+    """Writes a file that is whole at any moment."""
+    with open(path + '.tmp', 'w', encoding='utf-8') as f:
+        json.dump(value, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + '.tmp', path)
+
+
+def check_space(config, files, itemsize, there):
+    """ConfigError unless the disk has room for all tokens of a corpus, `there` bytes of which it holds already."""
+    if config.source:  # 3 bytes of text a token and 3 of text a byte of parquet: more tokens than there will be
+        text = sum(size * (3 if path.endswith('.parquet') else 1) for path, size in files)
+        tokens = text if config.tokenizer == 'bytes' else text / 3
+    else:
+        tokens = {'10BT': 10e9, '100BT': 100e9}[config.subset] * (4 if config.tokenizer == 'bytes' else 1)
+    need = min(tokens, config.limit_tokens or math.inf) * itemsize - there
+    folder = os.path.abspath(config.out)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    if (free := shutil.disk_usage(folder).free) < need:
+        raise ConfigError(
+            f'out={config.out} needs about {need / 1e9:.3g} GB and its disk has {free / 1e9:.3g} GB free; choose another disk, '
+            f'or --limit_tokens={int((free + there) / itemsize * 0.9)}.'
+        )
+
+
+def read_unfinished(config, path, identity):
+    """What unfinished.json at `path` records, or None where there is none; ConfigError unless the work can go on from there."""
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding='utf-8') as f:
+            state = json.load(f)
+        if state['identity'] != identity:
+            raise ConfigError(
+                f'out={config.out} holds unfinished work with other settings; choose another out, or --overwrite=True.'
+            )
+        if config.source and state['files'] != list_corpus(config):
+            raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(f'{path} cannot be read; --overwrite=True starts over.') from None
+    return state
+
+
+def make_fineweb_edu(config):
+    """Shards of a corpus, train-00000.bin and val-00000.bin and so on, in the order of the source; documents may cross shards.
+
+    Until all is done, unfinished.json records what is safely written and the position in the source behind it, and the same
+    command goes on from there: with any number of workers and restarts it writes the same bytes. Memory: some MB a process,
+    and the largest document.
+    """
+    meta = tokenizer_meta(config.tokenizer)
+    about = 'HuggingFaceFW/fineweb-edu sample-' + config.subset
+    if config.source:
+        about = ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in config.source.split(',') if s.strip())
+    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite', 'workers')}
+    wanted = {'kind': 'text', 'source': about, 'settings': settings} | meta
+    path, done = (os.path.join(config.out, name) for name in ('unfinished.json', 'meta.json'))
+    if os.path.exists(path) and os.path.exists(done):  # killed at its very last step
+        os.remove(path)
+    identity = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
+    state = None if config.overwrite else read_unfinished(config, path, identity)
+    if state is None and is_ready(config.out, config.overwrite, wanted):
+        return
+    files = state['files'] if state else list_corpus(config)
+
+    itemsize = np.dtype(meta['dtype']).itemsize
+    check_space(config, files, itemsize, sum(s['bytes'] for of in state['shards'].values() for s in of) if state else 0)
+    os.makedirs(config.out, exist_ok=True)
+    if state is None:
+        clear(config.out)
+        state = {'identity': identity, 'files': files, 'position': [0, 0]}
+        state |= {'documents': {'train': 0, 'val': 0}, 'shards': {'train': [], 'val': []}}
+    shards = {name: Shards(config.out, name, config.shard_tokens, done) for name, done in state['shards'].items()}
+    total = sum(s['tokens'] for split in state['shards'].values() for s in split)
+    if total:
+        print(f'{config.out} holds {total:,} tokens of this already; going on from there.')
+    workers, committed, full = config.workers or os.cpu_count() or 1, total, False
+    work = tokenise_all(batches(files, state['position']), workers, meta, config.val_fraction)
+    with contextlib.closing(work), tqdm(initial=total, unit=' tokens', unit_scale=True, disable=None) as progress:
+        for position, share, (tokens, lengths, opens, in_val) in work:
+            if config.limit_tokens:
+                fit = np.searchsorted(np.cumsum(lengths), config.limit_tokens - total, 'right')
+                full = fit < len(lengths)
+                lengths, opens, in_val = lengths[:fit], opens[:fit], in_val[:fit]
+                tokens = tokens[: lengths.sum()]
+            for name, chosen in (('train', ~in_val), ('val', in_val)):
+                shards[name].append(tokens[np.repeat(chosen, lengths)])
+                state['documents'][name] += int((opens & chosen).sum())
+            total += len(tokens)
+            progress.total = max(total, min(int(total / max(share, 1e-9)), config.limit_tokens or 2**62))
+            progress.update(len(tokens))
+            state['position'] = [len(files), 0] if full else position
+            if full or total - committed >= min(config.shard_tokens, 2**22):
+                state['shards'] = {name: of.commit() for name, of in shards.items()}
+                write_json(path, state)
+                committed = total
+            if full:
+                break
+    state['shards'] = {name: of.commit() for name, of in shards.items()}
+    write_json(path, state)
+    for of in shards.values():
+        of.close()
+    for name, of in state['shards'].items():
+        if not of:
+            clear(config.out)
+            raise ConfigError(f'none of the {total:,} tokens fell into {name}; take more text or another val_fraction.')
+    splits = {}
+    for name, of in state['shards'].items():
+        digest = hashlib.sha256(''.join(s['sha256'] for s in of).encode()).hexdigest()
+        splits[name] = {'tokens': sum(s['tokens'] for s in of), 'documents': state['documents'][name], 'sha256': digest}
+        splits[name]['shards'] = [{'tokens': s['tokens'], 'sha256': s['sha256']} for s in of]
+    write_json(done, wanted | {'splits': splits})
+    os.remove(path)
+    announce(config.out, {'splits': splits})
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -492,14 +957,512 @@ def make_s5(config):
             longest[name] = arrays['tokens'].shape[1]
             splits[name] = {'examples': len(arrays['steps']), 'sha256': file_sha256(f'{work}/{name}.npz')}
         progress.close()
-        publish(work, out, wanted | vocabulary | {'longest': longest, 'scores': scores, 'splits': splits})
+        publish(work, out, wanted | vocabulary | {'aligned': True, 'longest': longest, 'scores': scores, 'splits': splits})
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Tasks made of text: a prompt, then a response that ends in `#### answer`
+
+
+def write_task(config, out, meta, examples, longest=0, drop_longer=False):
+    """Writes {split: [{'prompt', 'response', 'answer', 'depth'}]} as SPLIT.npz and, as it is, SPLIT.jsonl, one a line.
+
+    A row of tokens (N, T) is: document token, prompt, response, document token, padding. Targets (N, T) are those of the next
+    token (meta: aligned False; s5 has True): target i is token i + 1 if that is one of the response or the token that ends it,
+    else -1; with score_prompt the prompt's count too. recur_mask (N, T) is True on the response, with recur_on_prompt on the
+    prompt. lengths (N,) in tokens without padding; prompt_lengths (N,) up to the first token of the response, which is what
+    to decode from; steps (N,) is the depth. Examples above `longest` tokens (0: any length) are left out with drop_longer;
+    otherwise they are a ConfigError, before anything is written.
+    """
+    bound = meta['document_token']
+    meta = meta | {'pad_token': bound, 'aligned': False, 'scores': {}, 'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
+    examples, rows = dict(examples), {}
+    for name, of in examples.items():
+        encoded = [(tokens_of(meta, e['prompt'].encode()), tokens_of(meta, e['response'].encode(), opens=False)) for e in of]
+        lengths = [len(p) + len(r) + 1 for p, r in encoded]
+        fits = [not longest or n <= longest for n in lengths]
+        if not all(fits) and not (drop_longer and any(fits)):
+            raise ConfigError(
+                f'{fits.count(False)} of the {len(fits)} examples of {name} are above longest={longest} tokens, the longest '
+                f'has {max(lengths)}; take longest={max(lengths)}, or drop_longer=True where some fit.'
+            )
+        if not all(fits):
+            print(f'{name}: left out {fits.count(False)} examples above {longest} tokens')
+        examples[name] = list(itertools.compress(of, fits))
+        rows[name] = list(itertools.compress(encoded, fits))
+    with work_folder(out) as work:
+        for name, of in examples.items():
+            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r) + 1) for p, r in rows[name]]).T
+            shape = len(of), int(lengths.max())
+            tokens, recur_mask = np.full(shape, bound, meta['dtype']), np.zeros(shape, dtype=bool)
+            targets = np.full(shape, -1, dtype=np.int16 if meta['vocab_size'] <= 2**15 else np.int32)
+            for i, (prompt, response) in enumerate(rows.pop(name)):
+                row, p = np.concatenate([prompt, response, tokens[i, :1]]), len(prompt)  # the padding's token ends it
+                scored = 0 if config.score_prompt else p - 1
+                tokens[i, : len(row)] = row
+                targets[i, scored : len(row) - 1] = row[scored + 1 :]
+                recur_mask[i, 0 if config.recur_on_prompt else p : len(row)] = True
+            arrays = {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask, 'lengths': lengths}
+            steps = np.array([e['depth'] for e in of])
+            np.savez(f'{work}/{name}.npz', **arrays, prompt_lengths=prompt_lengths, steps=steps)
+            with open(f'{work}/{name}.jsonl', 'w', encoding='utf-8') as f:
+                f.writelines(json.dumps(e, ensure_ascii=False) + '\n' for e in of)
+            meta['longest'][name] = shape[1]
+            meta['splits'][name] = {'examples': len(of), 'sha256': file_sha256(f'{work}/{name}.npz')}
+            meta['jsonl_sha256'][name] = file_sha256(f'{work}/{name}.jsonl')
+        publish(work, out, meta)
+
+
+def extract_answer(task, text):
+    """The final answer (str) in the text of a response, or None: what follows the last `####` on its line; in math500, which
+    other models answer in their own way, else the content of the last \\boxed{}."""
+    marked = re.findall(r'####([^\n]*)', text)
+    if not marked and task == 'math500' and '\\boxed' in text:
+        marked = [unboxed(text)]
+    return marked[-1].strip() or None if marked else None
+
+
+def same_answer(task, a, b):
+    """Whether two final answers (str; None is no answer, which nothing equals) mean the same in a task.
+
+    Numbers by value: currency, thousands commas, trailing zeros, fractions and a unit may be written or left out, but two
+    different units differ. math500: LaTeX besides, up to spacing and notation, not algebra. pathfinding: the nodes.
+    prosqa: the sentence but for case and full stop. hotpotqa: but for case, punctuation and articles (SQuAD's rule).
+    """
+    if a is None or b is None:
+        return False
+    if task == 'pathfinding':
+        a, b = (re.split(r'(?:\s|,|->|>|→)+', path.strip()) for path in (a, b))
+        return a == b
+    if task == 'prosqa':
+        a, b = (' '.join(text.lower().split()).rstrip('. ') for text in (a, b))
+        return a == b
+    if task == 'hotpotqa':
+        a, b = (re.sub(r'[^\w\s]', '', text.lower()).split() for text in (a, b))
+        return [w for w in a if w not in ('a', 'an', 'the')] == [w for w in b if w not in ('a', 'an', 'the')]
+    if task == 'math500':
+        a, b = plain_latex(a), plain_latex(b)
+        if same_quantity(a, b):
+            return True
+        a, b = (re.split(r'([,()\[\]{}])', ''.join(text.split())) for text in (a, b))  # tuples, intervals, arguments
+        return len(a) == len(b) and all(x == y or same_quantity(x, y) for x, y in zip(a, b, strict=True))
+    return same_quantity(a, b) or ' '.join(a.split()) == ' '.join(b.split())
+
+
+CURRENCIES = {'$': 'dollar', '€': 'euro', '£': 'pound', '¥': 'yen'}
+SCALES = {'k': 10**3, 'dozen': 12, 'hundred': 100, 'thousand': 10**3, 'million': 10**6, 'billion': 10**9}
+
+
+def quantity(text):
+    """(value, unit) of a text that is one number (a Fraction) with at most a unit of three words, None of any other text."""
+    match = re.fullmatch(
+        r'([+-]?)([$€£¥]?)([+-]?)(\d{1,3}(?:,\d{3}){1,300}(?!\d)|\d{1,1000})?(\.\d{1,1000})?(?:/(\d{1,1000}))?'
+        r'\s*(%|°|(?:[a-z]+(?:[ /-][a-z]+){0,2})?)\.?',
+        text.strip().replace('−', '-').lower(),
+        re.ASCII,
+    )
+    if not match or not (match[4] or match[5]) or (match[1] and match[3]) or not int(match[6] or 1):
+        return None
+    value = Fraction((match[1] or match[3]) + (match[4] or '0').replace(',', '') + (match[5] or '')) / int(match[6] or 1)
+    words = [w if w.endswith('ss') else w.removesuffix('s') for w in re.split(r'[ /-]+', match[7]) if w]
+    if words and words[0] in SCALES:
+        value *= SCALES[words.pop(0)]
+    unit = ' '.join({'%': 'percent', '°': 'degree'}.get(w, w) for w in words)
+    return value, unit or CURRENCIES.get(match[2], '')
+
+
+def same_quantity(a, b):
+    a, b = quantity(a), quantity(b)
+    return bool(a and b) and a[0] == b[0] and (a[1] == b[1] or not (a[1] and b[1]))
+
+
+def unboxed(text):
+    """The content of the last \\boxed{..} in a text, braces balanced; the text itself if there is none or it never closes."""
+    start = text.rfind('\\boxed{')
+    depth = 0
+    for i in range(start + 6, len(text)) if start >= 0 else ():
+        depth += {'{': 1, '}': -1}.get(text[i], 0)
+        if not depth:
+            return text[start + 7 : i]
+    return text
+
+
+def plain_latex(text):
+    """A final answer with one spelling for what LaTeX can spell in several: fractions, roots, spacing, text, units, `x =`."""
+    text = unboxed(text).strip().removesuffix('.')
+    text = re.sub(r'\\[()\[\]]|(?<!\\)\$|\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\ |~', '', text)
+    text = re.sub(r'\^\{?\\circ\}?', '°', text)
+    text = re.sub(r'\\([%$])', r'\1', text).replace('\\cdot', '*').replace('{,}', ',')
+    text = re.sub(r'\\[dt]frac', r'\\frac', text)
+    text = re.sub(r'(?<=\d)\s+([a-zA-Z]{3}[a-zA-Z ]*)$', r'\\text{\1}', text)  # a unit; fewer letters are variables
+    parts = re.split(r'\\(?:text|mbox|textbf|textrm|mathrm)\s*\{([^{}]*)\}', text)  # every second part is words
+    text = ''.join(' ' + part.strip() if i % 2 else ''.join(part.split()) for i, part in enumerate(parts)).strip()
+    text = re.sub(r'\\frac(\d)(\d)', r'\\frac{\1}{\2}', text)
+    text = re.sub(r'\\frac(\d)\{', r'\\frac{\1}{', text)
+    text = re.sub(r'\\frac\{([^{}]+)\}(\d)', r'\\frac{\1}{\2}', text)
+    mixed = r'(?<![\w.}^])(\d{1,100})\\frac\{(\d{1,100})\}\{(\d{1,100})\}'
+    text = re.sub(mixed, lambda m: f'{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}', text)
+    text = re.sub(r'(?<![\w.}])\\frac\{(\d+)\}\{(\d+)\}', r'\1/\2', text)
+    text = re.sub(r'([\^_])\{(\w)\}', r'\1\2', text)
+    text = re.sub(r'\\sqrt(\w)', r'\\sqrt{\1}', text)
+    text = re.sub(r'^[a-zA-Z](?:=|\\in(?![a-z]))', '', text)
+    return re.sub(r'(?<=[\d}])(?=[a-zA-Z])', '*', text)  # 2x is a product, not two of the unit x
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Variable assignment and pathfinding, made from a seed
+
+
+LETTERS = 'abcdefghijklmnopqrstuvwxyz'
+PEOPLE = 'Ann Ben Cal Dan Eva Fay Gus Hal Ida Jon Kim Leo Mia Ned Ora Pat Quin Ron Sue Tom Una Val Wes Xena Yan Zoe'.split()
+
+
+@dataclass
+class AssignmentConfig:
+    depth: str = key('1-4', 'aliases between the variable asked for and its number, in train and val: a number or a range')
+    test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
+    variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
+    values: str = key('0-99', 'the numbers that variables are given, a range')
+    form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ('plain', 'words', 'code'))
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    score_prompt: bool = key(False, 'train on the prompt too')
+    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
+    seed: int = key(0, 'of all draws')
+    n_train: int = key(100_000, 'examples of train')
+    n_val: int = key(2_000, 'examples of val')
+    n_test: int = key(2_000, 'examples of test')
+    out: str = key('data/variable_assignment', 'the folder to write')
+    overwrite: bool = key(False, 'replace what `out` holds')
+
+    def check(self):
+        deepest = check_drawn(self, 25)
+        why = f'a chain of {deepest} aliases has {deepest + 1} variables, and there are 26 names'
+        within('variables', self.variables, deepest + 1, 26, why)
+        number_range('values', self.values, 0, 10**8, 'numbers are 0 to 10^8')
+
+
+def draw_assignment(config, rng, depth):
+    """(prompt, answer): every statement gives a variable a number or an earlier variable; the last one of the chain is asked
+    for. Distractors may be aliases of the chain's variables."""
+    names = rng.sample(PEOPLE if config.form == 'words' else LETTERS, config.variables)
+    chain = sorted(rng.sample(range(config.variables), depth + 1))
+    previous = dict(zip(chain, [None, *chain], strict=False))
+    values = number_range('values', config.values, 0, 10**8, '')
+    said, value = [], []
+    for i in range(config.variables):
+        alias = previous[i] if i in previous else rng.choice([None, rng.randrange(i)]) if i else None
+        value.append(rng.choice(values) if alias is None else value[alias])
+        said.append((names[i], value[i] if alias is None else names[alias], alias is None))
+    asked = names[chain[-1]]
+    if config.form == 'plain':
+        prompt = ''.join(f'{name}={what}; ' for name, what, _ in said) + f'{asked}?\n'
+    elif config.form == 'code':
+        prompt = ''.join(f'{name} = {what}\n' for name, what, _ in said) + f'print({asked})\n'
+    else:
+        has = ('{} has as many marbles as {}. ', '{} has {} marbles. ')
+        prompt = ''.join(has[direct].format(name, what) for name, what, direct in said)
+        prompt += f'How many marbles does {asked} have?\n'
+    return prompt, str(value[chain[-1]])
+
+
+@dataclass
+class PathConfig:
+    depth: str = key('2-5', 'edges of the path in train and val: a number or a range')
+    test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
+    width: int = key(3, 'nodes of a layer: one on the path, the others lead astray')
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    score_prompt: bool = key(False, 'train on the prompt too')
+    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
+    seed: int = key(0, 'of all draws')
+    n_train: int = key(100_000, 'examples of train')
+    n_val: int = key(2_000, 'examples of val')
+    n_test: int = key(2_000, 'examples of test')
+    out: str = key('data/pathfinding', 'the folder to write')
+    overwrite: bool = key(False, 'replace what `out` holds')
+
+    def check(self):
+        deepest = check_drawn(self, 300)
+        within('width', self.width, 2, 999 // deepest, f'{deepest} layers of two or more, 1000 nodes at most')
+
+
+def draw_path(config, rng, depth):
+    """(prompt, answer): the edges of a layered graph in random order, then start and goal; the nodes of the shortest path.
+
+    A path node has one edge into it from the layer before, from the path. The other nodes of a layer are reached from one or
+    two nodes of the layer before, and some lead sideways to the path's node of their layer: longer ways. Those of the
+    goal's layer lead nowhere. So exactly one path has `depth` edges, and no path has fewer.
+    """
+    deepest = max(number_range('depth', text, 1, 300, '')[-1] for text in (config.depth, config.test_depth or config.depth))
+    labels = rng.sample(range(100 if 1 + deepest * config.width <= 100 else 1000), 1 + depth * config.width)
+    layers = [labels[:1]] + [labels[1 + i * config.width :][: config.width] for i in range(depth)]  # the path's node first
+    edges = []
+    for i, (before, layer) in enumerate(itertools.pairwise(layers), start=1):
+        edges.append((before[0], layer[0]))
+        for node in layer[1:]:
+            edges += [(b, node) for b in rng.sample(before, rng.randint(1, min(2, len(before))))]
+            if i < depth and rng.random() < 0.25:
+                edges.append((node, layer[0]))
+    rng.shuffle(edges)
+    prompt = ' '.join(f'{a}>{b}' for a, b in edges) + f'\n{layers[0][0]} to {layers[-1][0]}?\n'
+    return prompt, ' '.join(str(layer[0]) for layer in layers)
+
+
+def check_drawn(config, most):
+    """ConfigError for an impossible depth, seed or count of a task made from a seed; returns its greatest depth."""
+    ranges = [
+        number_range('depth', config.depth, 1, most, f'a depth is 1 to {most}'),
+        number_range('test_depth', config.test_depth or config.depth, 1, most, f'a depth is 1 to {most}'),
+    ]
+    within('seed', config.seed, 0, math.inf, 'a seed is not negative')
+    for name in ('n_train', 'n_val', 'n_test'):
+        within(name, getattr(config, name), 1, 10**7, 'a split has 1 to 10^7 examples')
+    return max(r[-1] for r in ranges)
+
+
+def make_drawn(task, draw, config):
+    """A task made from a seed: every split spreads its examples evenly over its depths, and no prompt occurs twice.
+
+    ConfigError when a thousand draws of a depth bring nothing new.
+    """
+    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite')}
+    wanted = {'kind': 'task', 'task': task, 'settings': settings} | tokenizer_meta(config.tokenizer)
+    if is_ready(config.out, config.overwrite, wanted):
+        return
+    examples, seen = {'train': [], 'val': [], 'test': []}, set()
+    total = config.n_train + config.n_val + config.n_test
+    with tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
+        for split in ('test', 'val', 'train'):  # test and val first: they stay the same for any n_train
+            text = config.test_depth if split == 'test' and config.test_depth else config.depth
+            depths, rng = number_range('depth', text, 1, 300, ''), random.Random(f'{config.seed} {split}')
+            for i in range(getattr(config, f'n_{split}')):
+                depth = depths[i % len(depths)]
+                for _ in range(1_000):
+                    prompt, answer = draw(config, rng, depth)
+                    if prompt not in seen:
+                        break
+                else:
+                    raise ConfigError(
+                        f'n_{split}={getattr(config, f"n_{split}")} is not possible: new examples of depth {depth} run out '
+                        f'after {i}; lower n_{split}, or allow more depths or a larger example.'
+                    )
+                seen.add(prompt)
+                examples[split].append({'prompt': prompt, 'response': f'#### {answer}', 'answer': answer, 'depth': depth})
+                progress.update()
+    write_task(config, config.out, wanted, examples)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Questions and answers, from the hub or from files
+
+
+COCONUT = 'https://raw.githubusercontent.com/facebookresearch/coconut/main/data/prosqa_'
+HUB = {  # what `datasets` loads: plain files, no code of theirs
+    'prosqa': ('json', {'data_files': {name: f'{COCONUT}{name}.json' for name in ('train', 'valid', 'test')}}),
+    'gsm8k': ('openai/gsm8k', {'name': 'main'}),
+    'gsm8k_aug': ('whyNLP/gsm8k-aug', {}),
+    'hotpotqa': ('hotpotqa/hotpot_qa', {'name': 'distractor'}),
+    'math500': ('HuggingFaceH4/MATH-500', {}),
+}
+
+
+@dataclass
+class QuestionConfig:
+    source: str = key('', 'a jsonl, json or parquet file of the same format, or a folder of them; empty: the hub')
+    val_fraction: float = key(0.05, 'share of the examples that goes to val where the source has train or val alone')
+    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
+    drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    score_prompt: bool = key(False, 'train on the prompt too')
+    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
+    out: str = key('', 'the folder to write; empty: data/ and the name of the dataset')
+    overwrite: bool = key(False, 'replace what `out` holds')
+
+    def check(self):
+        if not 0 < self.val_fraction < 1:
+            raise ConfigError(f'val_fraction={self.val_fraction:g} is not between 0 and 1; write it like val_fraction=0.05.')
+        within('longest', self.longest, 0, 10**6, 'a limit is 1 to 10^6 tokens, and 0 is none')
+        if self.drop_longer and not self.longest:
+            raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
+
+
+def read_rows(path):
+    """The rows of a jsonl, json (a list) or parquet file; ConfigError for what is none."""
+    try:
+        if path.endswith('.parquet'):
+            try:
+                return extra('pyarrow.parquet').read_table(path).to_pylist()
+            except extra('pyarrow').ArrowException as e:
+                raise ValueError(e) from None
+        text = Path(path).read_bytes().decode('utf-8')
+        rows = json.loads(text or '[]') if path.endswith('.json') else []
+        if not isinstance(rows, list):
+            raise ValueError('it is not a list of objects')
+        for number, line in enumerate(text.split('\n') if path.endswith('.jsonl') else (), start=1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except ValueError as e:
+                    raise ValueError(f'line {number}: {e}') from None
+        return rows
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ConfigError(f'{path} cannot be read ({e}); it should hold one JSON object a row.') from None
+
+
+def read_source(source):
+    """{'train' | 'val' | 'test': [(where, row)]} of a file or of the data files in a folder, told by the words train, val,
+    valid, validation, dev and test in their names; a name with none of them is train."""
+    found, ends = {}, ('.jsonl', '.json', '.parquet')
+    source = os.path.expanduser(source)
+    paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
+    if not os.path.exists(source):
+        raise ConfigError(f'source={source} is not there; name a file or a folder.')
+    paths = [p for p in paths if p.endswith(ends) and os.path.isfile(p)]
+    if not paths:
+        raise ConfigError(f'source={source} is no file, and holds none, that ends in {", ".join(ends)}; name one that is.')
+    for path in paths:
+        rows = read_rows(path)
+        if not rows:
+            raise ConfigError(f'{path} is empty; leave it out of the source.')
+        found.setdefault(split_named(os.path.basename(path)), []).extend(
+            (f'{path}, example {number}', row) for number, row in enumerate(rows, start=1)
+        )
+    return found
+
+
+def split_named(name):
+    words = re.split(r'[^a-z]+', name.lower())
+    return 'test' if 'test' in words else 'val' if {'val', 'valid', 'validation', 'dev'} & {*words} else 'train'
+
+
+def read_hub(task):
+    """As read_source, from the hub."""
+    path, options = HUB[task]
+    load_dataset = extra('datasets').load_dataset
+    try:
+        found = load_dataset(path, **options)
+    except Exception as e:  # of the hub, the network, the cache: dozens of classes
+        said = ' '.join(str(e).split())[:200]
+        raise ConfigError(
+            f'{task} could not be loaded from the hub ({type(e).__name__}: {said}); try again with a network, or name local '
+            'files by source.'
+        ) from None
+    return {split_named(name): [(f'{task}, {name} {i}', row) for i, row in enumerate(of, 1)] for name, of in found.items()}
+
+
+def question_example(task, row):
+    """A row of a question-answer dataset as an example; KeyError, TypeError or ValueError for a row of another form.
+
+    Reasoning: gsm8k's lines without their <<calculator notes>>; the steps of gsm8k_aug and prosqa; hotpotqa's supporting
+    sentences, after a prompt of all its paragraphs; math500's solution. depth: how many lines; math500: its level, 1 to 5.
+    """
+    question, answer = row['problem' if task == 'math500' else 'question'], row['answer']
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise TypeError('its question and answer should be texts')
+    if task == 'gsm8k':
+        reasoning, mark, answer = answer.rpartition('####')
+        if not mark:
+            raise ValueError("its answer has no '####'")
+        lines = re.sub(r'<<[^<>]*>>', '', reasoning).split('\n')
+    elif task == 'math500':
+        lines = row['solution'].split('\n')
+    elif task == 'hotpotqa':
+        context, facts = row['context'], row['supporting_facts']  # the hub has columns where the original files have pairs
+        context = list(zip(context['title'], context['sentences'], strict=True)) if isinstance(context, dict) else context
+        facts = list(zip(facts['title'], facts['sent_id'], strict=True)) if isinstance(facts, dict) else facts
+        paragraphs = dict(context)
+        question = ''.join(f'{title}: {"".join(sentences).strip()}\n' for title, sentences in context) + question
+        lines = [paragraphs[title][i] for title, i in facts if i < len(paragraphs[title])]  # some name one too many
+    else:
+        lines = row['steps']
+        if not isinstance(lines, list):
+            raise TypeError('its steps should be a list')
+    question, answer, lines = question.strip(), answer.strip(), [' '.join(line.split()) for line in lines if line.strip()]
+    if not question or not answer or '\n' in answer:
+        raise ValueError('its question or answer is empty, or its answer has several lines')
+    response = '\n'.join([*lines, f'#### {answer}'])
+    (question + response).encode()  # half of a surrogate pair is no character
+    depth = int(row['level']) if task == 'math500' else len(lines)
+    return {'prompt': question + '\n', 'response': response, 'answer': answer, 'depth': depth}
+
+
+def make_questions(task, config):
+    """A question-answer dataset: train, val and test as its source has them; test alone is for evaluation alone.
+
+    Where only one of train and val is there, the prompts with the smallest sha256 make val: val_fraction of the distinct
+    ones, at least one. What a later split holds is left out of an earlier one, in the order train, val, test.
+    """
+    out = config.out or f'data/{task}'
+    settings = {k: v for k, v in asdict(config).items() if k not in ('source', 'out', 'overwrite')}
+    about = os.path.basename(os.path.normpath(config.source)) if config.source else HUB[task][0]
+    wanted = {'kind': 'task', 'task': task, 'source': about, 'settings': settings} | tokenizer_meta(config.tokenizer)
+    if is_ready(out, config.overwrite, wanted):
+        return
+    examples = {}
+    for split, rows in (read_source(config.source) if config.source else read_hub(task)).items():
+        examples[split] = []
+        for where, row in rows:
+            try:
+                examples[split].append(question_example(task, row))
+            except KeyError as e:
+                raise ConfigError(f'{where} has no field {e}; is it of {task}?') from None
+            except (TypeError, ValueError, AttributeError, IndexError) as e:
+                raise ConfigError(f'{where} is not of the form of {task} ({e}).') from None
+    if ('train' in examples) != ('val' in examples):
+        pool = examples.pop('train', None) or examples.pop('val')
+        digest = {e['prompt']: hashlib.sha256(e['prompt'].encode()).digest() for e in pool}
+        n_val = min(max(round(config.val_fraction * len(digest)), 1), len(digest) - 1)
+        val = set(sorted(digest, key=digest.get)[:n_val])
+        examples['train'] = [e for e in pool if e['prompt'] not in val]
+        examples['val'] = [e for e in pool if e['prompt'] in val]
+    examples, later = {name: examples[name] for name in ('train', 'val', 'test') if name in examples}, set()
+    for name in reversed(examples):
+        of = [e for e in examples[name] if e['prompt'] not in later]
+        if copies := len(examples[name]) - len(of):
+            print(f'{name}: left out {copies} examples that another split holds')
+        if not of:
+            raise ConfigError(f'source={about} has no example for {name} alone; train and val need different ones.')
+        examples[name] = of
+        later.update(e['prompt'] for e in of)
+    write_task(config, out, wanted, examples, config.longest, config.drop_longer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
 
 DATASETS = {
-    'text': (TextConfig, make_text, 'bytes of your files, or of the Python standard library: for language modelling'),
-    's5': (S5Config, make_s5, 'permutations to compose and values to look up: state tracking with retrieval'),
+    'text': (TextConfig, make_text, 'your text files, or the Python standard library: 12 MB, no network'),
+    'fineweb_edu': (
+        FineWebEduConfig,
+        make_fineweb_edu,
+        'educational web pages: 20 or 200 GB, network; or your parquet, jsonl and txt files, no network',
+    ),
+    's5': (S5Config, make_s5, 'permutations to compose and values to look up: any number of examples, no network'),
+    'variable_assignment': (
+        AssignmentConfig,
+        functools.partial(make_drawn, 'variable_assignment', draw_assignment),
+        'chains of aliases among distractors, the value of a variable: any number of examples, no network',
+    ),
+    'pathfinding': (
+        PathConfig,
+        functools.partial(make_drawn, 'pathfinding', draw_path),
+        'the unique shortest path through a layered graph with dead ends: any number of examples, no network',
+    ),
+    'prosqa': (QuestionConfig, functools.partial(make_questions, 'prosqa'), '18,686 logical questions about a graph; network'),
+    'gsm8k': (QuestionConfig, functools.partial(make_questions, 'gsm8k'), '8,792 word problems with reasoning; network'),
+    'gsm8k_aug': (
+        QuestionConfig,
+        functools.partial(make_questions, 'gsm8k_aug'),
+        '386,000 word problems with equations as reasoning; network',
+    ),
+    'hotpotqa': (
+        QuestionConfig,
+        functools.partial(make_questions, 'hotpotqa'),
+        '97,852 questions over ten paragraphs, without test; network',
+    ),
+    'math500': (
+        QuestionConfig,
+        functools.partial(make_questions, 'math500'),
+        '500 competition problems, test alone: for evaluation; network',
+    ),
 }
 
 
@@ -507,7 +1470,7 @@ def main(argv):
     if not argv or argv[0] in ('--help', '-h', '--list'):
         print('usage: python prepare_data.py DATASET [--key=value ...]\n\nDatasets (DATASET --help lists the keys of one):')
         for name, (_, _, line) in DATASETS.items():
-            print(f'  {name:<5} {line}')
+            print(f'  {name:<{max(map(len, DATASETS))}} {line}')
         return
     if argv[0] not in DATASETS:
         raise fail(f'the first argument names the dataset, and {argv[0]!r} is none; {nearest(argv[0], DATASETS)}')

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse, reporting
 from model import SEQUENTIAL, GPTConfig, Schedule, build, count_flops, count_parameters, is_recurrence
-from prepare_data import token_dtype
+from prepare_data import shard_names, token_dtype
 
 
 @dataclass
@@ -33,6 +33,7 @@ class TrainConfig(Schedule, GPTConfig):
     """Every setting of a training run; those of the model and of the schedule are declared in model.py."""
 
     data_dir: str = key('data/stdlib', 'dataset made by prepare_data.py')
+    document_rows: bool = key(False, 'each training sequence of a text starts at a document, whose token is reset_token')
     out_dir: str = key('out/run', 'folder for ckpt.pt and log.jsonl')
     init_from: str = key(
         'scratch', 'scratch, resume (out_dir must hold a checkpoint), auto (either)', ('scratch', 'resume', 'auto')
@@ -138,6 +139,26 @@ class TrainConfig(Schedule, GPTConfig):
             )
 
 
+class Stream:
+    """Token files, memory-mapped, addressed as one array: its length, and slices of it, which are views where one file holds
+    them."""
+
+    def __init__(self, parts):
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, where):
+        start, stop, _ = where.indices(len(self))
+        first = min(np.searchsorted(self.ends, start, 'right'), len(self.parts) - 1)
+        last = max(np.searchsorted(self.ends, stop, 'left'), first)
+        begins = self.ends - [len(part) for part in self.parts]
+        found = [self.parts[i][max(start - begins[i], 0) : max(stop - begins[i], 0)] for i in range(first, last + 1)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
 class Dataset:
     """A folder made by prepare_data.py. Batches are a pure function of (split, seed, step, sample)."""
 
@@ -153,6 +174,8 @@ class Dataset:
                 raise ValueError(f'vocab_size={self.vocab_size}')
             self.scores = {name: (int(low), int(high)) for name, (low, high) in self.meta.get('scores', {}).items()}
             self.longest = {} if self.is_text else {name: int(n) for name, n in self.meta['longest'].items()}
+            if self.is_text:
+                self.expect(self.vocab_size, len(self.meta['token_bytes']), 'entries of token_bytes')
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f'data_dir={folder} holds no dataset; make one with prepare_data.py (without arguments it lists them).'
@@ -161,17 +184,25 @@ class Dataset:
             raise ConfigError(
                 f'{folder}/meta.json cannot be read ({type(e).__name__}: {e}); make the dataset again with prepare_data.py.'
             ) from None
-        self.splits = {}
+        self.splits, self.starts, self.document_rows = {}, {}, False
 
     def split(self, name):
-        """Text: the token stream, a memory map. Task: a dict of arrays."""
+        """Text: the token stream, a memory map or a Stream of them. Task: a dict of arrays."""
         if name not in self.splits:
             path = os.path.join(self.folder, name + ('.bin' if self.is_text else '.npz'))
             try:
+                if os.path.basename(name) != name:
+                    raise ValueError(f'the name {name!r} leads out of the folder')
                 if self.is_text:
-                    stream = self.splits[name] = np.memmap(path, dtype=token_dtype(self.vocab_size), mode='r')
-                    self.expect(self.meta['dtype'], stream.dtype.name, 'dtype')
-                    self.expect(self.meta['splits'][name]['tokens'], len(stream), 'tokens')
+                    about, parts = self.meta['splits'][name], []
+                    for file, entry in shard_names(name, about['shards']) if 'shards' in about else [(name, about)]:
+                        path = os.path.join(self.folder, file + '.bin')
+                        parts.append(np.memmap(path, dtype=token_dtype(self.vocab_size), mode='r'))
+                        self.expect(entry['tokens'], len(parts[-1]), 'tokens')
+                    stream = parts[0] if 'shards' not in about else Stream(parts)
+                    self.expect(self.meta['dtype'], parts[0].dtype.name, 'dtype')
+                    self.expect(about['tokens'], len(stream), 'tokens')
+                    self.splits[name] = stream
                 else:
                     with np.load(path) as arrays:
                         arrays = self.splits[name] = dict(arrays)
@@ -186,6 +217,14 @@ class Dataset:
     def expect(self, said, found, what):
         if said != found:
             raise ValueError(f'{what}: {said} by meta.json, {found} in the file')
+
+    def openings(self, name):
+        """Where the documents of a text begin, (documents,); reads its whole stream once."""
+        if name not in self.starts:
+            stream, size = self.split(name), 2**24
+            blocks = ((i, stream[i : i + size]) for i in range(0, len(stream), size))
+            self.starts[name] = np.concatenate([np.flatnonzero(b == self.meta['document_token']) + i for i, b in blocks])
+        return self.starts[name]
 
     def fit(self, config):
         """Raises ConfigError when the model cannot take this dataset; returns the vocabulary size of the model."""
@@ -204,19 +243,41 @@ class Dataset:
                 raise ConfigError(
                     f'{self.folder} has examples of {longest} tokens, above block_size={config.block_size}; take {longest}.'
                 )
+        if config.document_rows:
+            token = self.meta.get('document_token') if self.is_text else None
+            if token is None or config.reset_token != token:
+                what = f'reset_token={token}, the token that opens its documents' if self.is_text else 'a text, not a task'
+                raise ConfigError(f'document_rows=True needs, with {self.folder}, {what}.')
+            for name in ('train', 'val'):
+                starts, end, T = self.openings(name), len(self.split(name)), config.block_size
+                if not len(starts) or starts[0] >= end - T:
+                    raise ConfigError(
+                        f'{self.folder} has no document in {name} that block_size={T} tokens follow from; '
+                        f'take a smaller block_size, or document_rows=False.'
+                    )
+                if name == 'train' and os.environ.get('RANK', '0') == '0':
+                    beyond = np.maximum(np.diff(starts, append=end) - T, 0).sum() / end
+                    print(f'document_rows: {beyond:.1%} of train, behind the first {T} tokens of a document, is never read')
+        self.document_rows = config.document_rows
         return config.vocab_size or there
 
     def rows(self, name, seed, step, batch_size, T):
         """Which samples make batch `step`: offsets into the stream (text) or numbers of examples (task), (batch_size,).
 
-        The training split is drawn with replacement; the others are walked through in order, evenly spread.
+        The training split is drawn with replacement; the others are walked through in order, evenly spread. With
+        document_rows each offset is that of a document; what follows within T tokens, more documents too, belongs to the row.
         """
         split = self.split(name)
         choices = len(split) - T if self.is_text else len(split['tokens'])
+        if self.document_rows:
+            starts = self.openings(name)
+            choices = np.searchsorted(starts, choices)
         if name == 'train':
-            return np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step])).integers(choices, size=batch_size)
-        number = np.arange(step * batch_size, (step + 1) * batch_size)
-        return number * T % choices if self.is_text else number % choices
+            number = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step])).integers(choices, size=batch_size)
+        else:
+            number = np.arange(step * batch_size, (step + 1) * batch_size)
+            number = number * (T if self.is_text and not self.document_rows else 1) % choices
+        return starts[number] if self.document_rows else number
 
     def batch(self, name, rows, T, device='cpu'):
         """tokens, targets (B, T) int64 and recur_mask (B, T) bool or None; targets are -1 where nothing is scored."""
@@ -352,7 +413,8 @@ def read_checkpoint(path, device='cpu'):
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         if missing := {'model', 'optimizers', 'step', 'best_loss', 'rng', 'meta'} - checkpoint.keys():
             raise ValueError('it lacks ' + ', '.join(sorted(missing)))
-        return checkpoint | {'config': {f.name: checkpoint['config'][f.name] for f in fields(TrainConfig)}, 'path': str(path)}
+        settings = {'document_rows': False} | checkpoint['config']  # which older checkpoints lack
+        return checkpoint | {'config': {f.name: settings[f.name] for f in fields(TrainConfig)}, 'path': str(path)}
     except Exception as e:
         said = str(e) if isinstance(e, ValueError) else 'it was not written by train.py'
         raise ConfigError(f'the checkpoint {path} cannot be used ({said}); restore it or delete it.') from None
@@ -369,7 +431,7 @@ def load_weights(model, checkpoint):
 
 def same_tokens(checkpoint, data):
     """Raises ConfigError when a model was trained on other tokens than those of `data`."""
-    for name in ('kind', 'tokenizer', 'names'):
+    for name in ('kind', 'tokenizer', 'tokenizer_json', 'names'):
         if checkpoint['meta'].get(name) != data.meta.get(name):
             raise ConfigError(
                 f'{checkpoint["path"]} was trained on other tokens than those of {data.folder} ({name} differs in meta.json); '
