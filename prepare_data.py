@@ -3,11 +3,13 @@
     python prepare_data.py text                        text files; the Python standard library if no source is named
     python prepare_data.py fineweb_edu --source=PATH   a corpus of parquet, jsonl or txt files; the hub's if no source is named
     python prepare_data.py s5 --group=3                permutation state tracking with retrieval, made from a seed
+    python prepare_data.py gsm8k --source=PATH         questions and answers of jsonl, json or parquet files, or of the hub
     python prepare_data.py text --help                 the keys of one dataset
 
 A dataset is a folder whose meta.json, written last, describes the files beside it: train.bin and val.bin, one flat stream of
-token ids, for text, or its shards train-00000.bin and so on; train.npz, val.npz and test.npz for a task. A folder without
-meta.json is not a dataset. Starting the same command again re-uses what is there.
+token ids, for text, or its shards train-00000.bin and so on; train.npz, val.npz and test.npz for a task, and if it is made of
+text its raw examples in train.jsonl and so on. A folder without meta.json is not a dataset. Starting the same command again
+re-uses what is there.
 """
 
 import codecs
