@@ -3,6 +3,7 @@
     python bench.py train      a training step under each schedule, beside the ratio of operations, which is the floor
     python bench.py decode     a decoded token of each architecture, behind a prompt
     python bench.py prefill    reading a prompt token by token, and by parallel fixed-point passes
+    python bench.py data       the loader alone, against what the small text models consume
     python bench.py configs    parameters and operations of every config, as a table in Markdown; measures nothing
 
 Rounds are interleaved (every variant once, then all again), so that a machine whose speed drifts slows all of them alike.
@@ -275,6 +276,50 @@ def bench_prefill(bench):
 
 
 @dataclass
+class DataBench:
+    data_dir: str = key('data/stdlib', 'dataset')
+    config: str = key('config/text_transformer.py', 'run whose batches are drawn and whose training step is timed')
+    batches: int = key(200, 'batches to draw')
+    rounds: int = key(5, 'training steps to time; the median counts')
+    json: bool = key(False, 'also print one JSON object as the last line')
+
+    def check(self):
+        for name in ('batches', 'rounds'):
+            if getattr(self, name) < 1:
+                raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
+
+
+def bench_data(bench):
+    """Tokens a second of the loader in one process, and of a training step on the same batches."""
+    given = {k: v for k, v in read_file(bench.config).items() if k in TrainConfig.__dataclass_fields__}
+    config = TrainConfig(**given | {'data_dir': bench.data_dir})
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    data = Dataset(bench.data_dir)
+    config.vocab_size = data.fit(config)
+    T = data.length('train', config.block_size)
+    begin = time.perf_counter()
+    for step in range(bench.batches):
+        x, y, mask = data.batch('train', data.rows('train', config.seed, step, config.batch_size, T), T)
+    loader = bench.batches * x.numel() / (time.perf_counter() - begin)
+    device = pick_device(config.device)
+    model = build(config).to(device)
+    optimizers = make_optimizers(model, config, device)
+
+    def step():
+        model(x.to(device), y.to(device), config, None if mask is None else mask.to(device))[0].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    seconds = statistics.median(measure({'step': step}, bench.rounds, device)['step'])
+    found = {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(x.numel() / seconds)}
+    found['ratio'] = round(loader * seconds / x.numel(), 1)
+    print(f'loader {loader:,.0f} tokens/s, training {x.numel() / seconds:,.0f} tokens/s: {found["ratio"]} times')
+    return found
+
+
+@dataclass
 class ConfigsBench:
     json: bool = key(False, 'also print one JSON object as the last line')
 
@@ -306,6 +351,7 @@ BENCHES = {
     'train': (TrainBench, bench_train),
     'decode': (DecodeBench, bench_decode),
     'prefill': (PrefillBench, bench_prefill),
+    'data': (DataBench, bench_data),
     'configs': (ConfigsBench, bench_configs),
 }
 

@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, Schedule, count_flops, count_parameters
-from prepare_data import encode
+from prepare_data import decode, encode, extract_answer, same_answer
 from sample import Decoder, SampleConfig, Text, find_checkpoint, generate, load_model
 from train import Dataset, TrainConfig, pick_device, same_tokens
 
@@ -125,6 +125,44 @@ def score_task(model, data, split, schedule, config):
             'by_position': table(step, every),
         }
     return found
+
+
+@torch.inference_mode()
+def score_answers(model, data, split, config):
+    """{'exact_match', 'by_depth': {depth: share}, 'answers': how many}: greedy decoding of each prompt, exact and cached, up to
+    the document token; what follows the last #### is compared with the answer as the task compares.
+
+    Whether the memory is read in the prompt is as in the training: recur_mask comes with the data.
+    """
+    arrays, meta, task = data.split(split), data.meta, data.meta['task']
+    with open(os.path.join(data.folder, f'{split}.jsonl'), encoding='utf-8') as f:
+        examples = [json.loads(line) for line in f]
+    total = min(len(examples), (config.max_batches or math.inf) * config.batch_size)
+    hits, device = np.zeros(total), model.embed.weight.device
+    order = np.argsort(arrays['prompt_lengths'][:total], kind='stable')  # prompts of one length are decoded together
+    T = model.config.block_size
+    for low in tqdm(range(0, total, config.batch_size), unit='batch', leave=False, disable=None):
+        for n, group in groupby(order[low : low + config.batch_size], key=lambda i: arrays['prompt_lengths'][i]):
+            rows = list(group)
+            tokens = torch.from_numpy(arrays['tokens'][rows, :n].astype(np.int64)).to(device)
+            recurs = torch.from_numpy(arrays['recur_mask'][rows, :n]).to(device)
+            state = model.new_state(len(rows))
+            logits = model(tokens, schedule=SEQUENTIAL, recur_mask=recurs, state=state)[:, -1]
+            answers, ended = [], torch.zeros(len(rows), dtype=torch.bool, device=device)
+            for step in range(T - n + 1):
+                token = logits.argmax(-1)
+                ended |= token == meta['document_token']
+                answers.append(token)
+                if ended.all() or step == T - n:
+                    break
+                logits = model(token[:, None], schedule=SEQUENTIAL, state=state)[:, -1]
+            for i, ids in zip(rows, torch.stack(answers, 1).tolist(), strict=True):
+                ids = ids[: ids.index(meta['document_token'])] if meta['document_token'] in ids else ids
+                answer = extract_answer(task, decode(meta, ids).decode('utf-8', 'replace'))
+                hits[i] = same_answer(task, answer, examples[i]['answer'])
+    depth = arrays['steps'][:total]
+    by_depth = {int(d): float(hits[depth == d].mean()) for d in np.unique(depth)}
+    return {'exact_match': float(hits.mean()), 'by_depth': by_depth, 'answers': total}
 
 
 def nats(model, x, y, schedule):
@@ -486,11 +524,13 @@ def evaluate(path, config):
         if not data.is_text:
             raise ConfigError(f'diagnose=True reads texts, and {data.folder} is a task.')
         return {'checkpoint': path, **diagnose(model, data, split, config)}
+    answers = data.meta.get('aligned', True) is False
     score = score_text if data.is_text else score_task
-    found = {name: score(model, data, split, schedule, config) for name, schedule in schedules(saved).items()}
+    found = {'decoded': score_answers(model, data, split, config)} if answers else {}
+    found = found or {name: score(model, data, split, schedule, config) for name, schedule in schedules(saved).items()}
     about = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
     about |= provenance(path, model, checkpoint, data)
-    if not data.is_text:  # the dataset of the training, not of this measurement, says what was trained
+    if not data.is_text and not answers:  # the dataset of the training, not of this measurement, says what was trained
         about['trained_length'] = max(int(n) for n in checkpoint['meta']['settings']['steps'].split('-'))
     name = f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json'
     with open(os.path.join(os.path.dirname(path), name), 'w', encoding='utf-8') as f:
@@ -580,6 +620,10 @@ def report_study(cells, config):
 def report(found):
     """Prints the tables of one checkpoint."""
     print(f'\n{found["checkpoint"]}, update {found["update"]}, {found["data"]}/{found["split"]}')
+    if 'decoded' in found:
+        answers = found['decoded']
+        rows = [['all', answers['exact_match']], *([f'depth {d}', share] for d, share in answers['by_depth'].items())]
+        return print_table([f'{answers["answers"]} answers', 'exact match'], rows)
     measured = {name: found[name] for name in ('training', 'exact') if name in found}
     if 'trained_length' not in found:
         rows = [[name, f['bits_per_byte'], f['nats_per_token'], f['tokens']] for name, f in measured.items()]

@@ -1,8 +1,8 @@
 """Decodes from a checkpoint: `python sample.py` takes the newest one under out/.
 
 Every token costs one forward of one position: the state holds the keys and values of all layers and one memory vector a
-sequence. A prompt is read token by token (--prefill=exact) or in parallel, by fixed-point passes (--prefill=jacobi). A text
-model continues the prompt; a model of an aligned task answers at every token of the prompt.
+sequence. A prompt is read token by token (--prefill=exact) or in parallel, by fixed-point passes (--prefill=jacobi). A model of
+texts continues the prompt, or answers the question in it; one of an aligned task answers at every token of the prompt.
 """
 
 import codecs
@@ -38,7 +38,7 @@ class SampleConfig:
     seed: int = key(1337, 'sample i is drawn with seed + i, whatever is decoded beside it')
     prefill: str = key('jacobi', 'prompts token by token, or by parallel passes', ('jacobi', 'exact'))
     prefill_chunk: int = key(256, 'jacobi: tokens that are solved together; a longer prompt is read chunk by chunk')
-    jacobi_tol: float = key(1e-5, 'jacobi: passes end when the span moves by less than this share; 0 iterates until exact')
+    jacobi_tol: float = key(1e-4, 'jacobi: passes end when the span moves by less than this share; 0 iterates until exact')
     overflow: str = key('stop', 'at the end of the context stop, or go on from its second half', ('stop', 'slide'))
     interactive: bool = key(False, 'read a line, continue it, read the next; the state stays between turns')
     compile: bool = key(False, 'compile the repeated block; pays off over many tokens')
@@ -285,7 +285,8 @@ def sample(config):
         )
     texts = read_prompts(config)
     prompts = [encode(meta, text) for text in texts]
-    if meta['kind'] == 'text':
+    aligned = meta['kind'] == 'task' and meta.get('aligned', True)
+    if not aligned:
         prompts = [[meta['document_token'], *prompt] for prompt in prompts]
     if not all(prompts):
         raise ConfigError(f'prompt is empty; give tokens of the task, for example --prompt="{" ".join(meta["names"][-3:])}".')
@@ -295,7 +296,7 @@ def sample(config):
     if config.compile:
         model.compile()
     print(f'{path}, update {checkpoint["step"]}', file=sys.stderr)
-    if meta['kind'] == 'task':
+    if aligned:
         for prompt in prompts:
             answer(model, meta, prompt)
         return

@@ -87,6 +87,17 @@ def test_prefill_of_a_checkpoint(capsys, tmp_path):
         assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
+def test_the_loader(capsys, tmp_path):
+    sizes = ['--n_train=100', '--n_val=10', '--n_test=10']
+    prepare_data.main(['s5', '--group=3', '--steps=1-3', *sizes, f'--out={tmp_path}/s3'])
+    config = ROOT / 'config' / 's3_t2mlr.py'
+    found, out = measured(capsys, 'data', f'--data_dir={tmp_path}/s3', f'--config={config}', '--batches=3', '--rounds=1')
+    assert set(found) == {'loader_tokens_per_s', 'training_tokens_per_s', 'ratio'} and min(found.values()) > 0
+    with pytest.raises(SystemExit) as stop:
+        bench.main(['data', f'--data_dir={tmp_path}'])
+    assert stop.value.code == 2 and 'holds no dataset' in capsys.readouterr().err
+
+
 def test_the_floor_is_the_count_of_operations(capsys):
     config = bench.TrainBench()
     step, floor = bench.training_step(config, 't2mlr_4_4', 'cpu')

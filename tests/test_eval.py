@@ -397,3 +397,39 @@ def test_the_harness_says_what_it_lacks(runs, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, 'lm_eval', None)
     monkeypatch.setitem(sys.modules, 'lm_eval.api.model', None)
     assert 'pip install lm-eval' in refused(capsys, f'--ckpt={runs["text", "lrt"]}', '--lm_eval=piqa')
+
+
+# Answers
+
+
+@pytest.mark.parametrize('recurs', [False, True])
+@pytest.mark.parametrize('name', ['transformer', 't2mlr', 'lrt'])
+def test_answers_are_those_decoded_one_by_one(capsys, tmp_path, name, recurs):
+    """Exact match, by depth, of a model that has learnt something of a tiny task: against decoding each prompt alone."""
+    sizes = ['--n_train=300', '--n_val=20', '--n_test=40', '--depth=1-2', '--variables=3', '--values=0-1']
+    prepare_data.main(['variable_assignment', *sizes, f'--recur_on_prompt={recurs}', f'--out={tmp_path}/data'])
+    data = Dataset(f'{tmp_path}/data')
+    settings = MODELS[name] | dict(block_size=40, max_steps=60, batch_size=16, reset_token=256, learning_rate=2e-2)
+    train(TrainConfig(**BASE | settings | {'data_dir': f'{tmp_path}/data', 'out_dir': f'{tmp_path}/run'}))
+    found, printed = measured(capsys, f'--ckpt={tmp_path}/run', '--batch_size=7')
+    model, _ = load_model(f'{tmp_path}/run/ckpt.pt')
+    arrays, hits = data.split('test'), []
+    examples = [json.loads(line) for line in (tmp_path / 'data' / 'test.jsonl').read_text().splitlines()]
+    for i, example in enumerate(examples):
+        ids = arrays['tokens'][i, : arrays['prompt_lengths'][i]].tolist()
+        asked = len(ids)
+        assert ids == [256, *example['prompt'].encode()]
+        while len(ids) < 41:
+            recur_mask = torch.tensor([[recurs] * asked + [True] * (len(ids) - asked)])
+            recur_mask[:, : arrays['prompt_lengths'][i]] = torch.from_numpy(arrays['recur_mask'][i, :asked])
+            with torch.no_grad():
+                token = model(torch.tensor([ids]), schedule=SEQUENTIAL, recur_mask=recur_mask)[0, -1].argmax().item()
+            if token == 256:
+                break
+            ids.append(token)
+        text = bytes(t for t in ids[asked:] if t < 256).decode('utf-8', 'replace')
+        hits.append(text.rpartition('####')[2].partition('\n')[0].strip() == example['answer'] and '####' in text)
+    depth = np.array([example['depth'] for example in examples])
+    assert found['decoded']['exact_match'] == pytest.approx(np.mean(hits)) and found['decoded']['answers'] == 40
+    assert found['decoded']['by_depth'] == {str(d): pytest.approx(np.mean(np.array(hits)[depth == d])) for d in (1, 2)}
+    assert 'exact match' in printed and 0 < np.mean(hits) < 1
