@@ -71,6 +71,16 @@ def extra(package):
         raise ConfigError(f'this needs the package {name}: install it with `pip install -r requirements-data.txt`.') from None
 
 
+def without_prefix(part):
+    """A part of a tokenizer.json, changed to put no space before a text: decoding could not tell it from the text's own."""
+    if isinstance(part, list):
+        return [without_prefix(p) for p in part if not (isinstance(p, dict) and p.get('type') == 'Prepend')]
+    if isinstance(part, dict):
+        changed = {'add_prefix_space': False, 'prepend_scheme': 'never'}
+        return {k: changed.get(k, without_prefix(v)) for k, v in part.items()}
+    return part
+
+
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name, text=None):
     """(function from a text to its ids, bytes of each id, document token) of the tiktoken encoding `name`, or of `text`, the
@@ -99,8 +109,11 @@ def load_tokenizer(name, text=None):
         return encoding.encode_ordinary, pieces, encoding.eot_token
 
     try:
-        tokenizer = extra('tokenizers').Tokenizer.from_str(text)
-        byte_level = '"ByteLevel"' in json.dumps(json.loads(text)['decoder'])
+        whole = json.loads(text)
+        for part in ('normalizer', 'pre_tokenizer'):
+            whole[part] = next(iter(without_prefix([whole[part]])), None)
+        tokenizer = extra('tokenizers').Tokenizer.from_str(json.dumps(whole))
+        byte_level = '"ByteLevel"' in json.dumps(whole['decoder'])
     except ConfigError:
         raise
     except Exception as e:  # the package raises plain Exceptions
@@ -182,16 +195,19 @@ def tokens_of(meta, content, opens=True):
 
     Raises ConfigError when decoding them does not give `content` back.
     """
-    ids = np.frombuffer(content, np.uint8) if meta['tokenizer'] == 'bytes' else encode(meta, content.decode())
-    if meta['tokenizer'] != 'bytes' and decode(meta, ids) != content:
-        raise ConfigError(
-            f'the tokenizer {meta["tokenizer"]} loses a part of the text {content[:40].decode(errors="ignore")!r}...; '
-            f'take one that works on bytes, like --tokenizer=gpt2.'
-        )
-    tokens = np.empty(len(ids) + opens, meta['dtype'])
-    tokens[:opens] = meta['document_token']
-    tokens[opens:] = ids
-    return tokens
+    parts = [np.array([meta['document_token']] * opens, meta['dtype'])]
+    if meta['tokenizer'] == 'bytes':
+        return np.concatenate([*parts, np.frombuffer(content, np.uint8)], dtype=meta['dtype'])
+    text = content.decode()
+    for start in range(0, len(text), ENCODED_AT_ONCE):
+        piece = text[start : start + ENCODED_AT_ONCE]
+        parts.append(np.array(ids := encode(meta, piece), meta['dtype']))
+        if decode(meta, ids) != piece.encode():
+            raise ConfigError(
+                f'the tokenizer {meta["tokenizer"]} loses a part of the text {piece[:40]!r}...; take one that works on bytes, '
+                f'like --tokenizer=gpt2.'
+            )
+    return np.concatenate(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -688,7 +704,7 @@ def make_fineweb_edu(config):
             progress.total = max(total, min(int(total / max(share, 1e-9)), config.limit_tokens or 2**62))
             progress.update(len(tokens))
             state['position'] = [len(files), 0] if full else position
-            if full or total - committed >= min(config.shard_tokens, 2**22):
+            if full or total - committed >= min(config.shard_tokens, 2**20):
                 state['shards'] = {name: of.commit() for name, of in shards.items()}
                 write_json(path, state)
                 committed = total

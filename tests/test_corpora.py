@@ -176,6 +176,30 @@ def test_a_tokenizer_without_a_known_document_token_gets_one(tmp_path):
     assert meta['vocab_size'] == 301 and meta['document_token'] == 300 and decode(meta, [256, 300]) == b''
 
 
+def test_a_space_that_a_tokenizer_would_put_first_is_left_out(tmp_path):
+    """With it the text would not come back, and a document read in pieces would have one at each."""
+    pytest.importorskip('tokenizers', reason='tokenizers is an optional extra, in requirements-data.txt')
+    rng, path = random.Random(12), tmp_path / 'tokenizer.json'
+    plain = json.loads(write_tokenizer(path, 2000).read_text())
+    prefix = plain['pre_tokenizer'] | {'add_prefix_space': True}
+    texts = [random_text(rng) for _ in range(100)]
+    expected = [encode(tokenizer_meta(str(path)), text) for text in texts]
+    prepend = {'type': 'Prepend', 'prepend': '_'}
+    for normalizer in (None, prepend, {'type': 'Sequence', 'normalizers': [prepend]}):
+        write_tokenizer(path, 2000, pre_tokenizer=prefix, normalizer=normalizer)
+        meta = tokenizer_meta(str(path))
+        assert [encode(meta, text) for text in texts] == expected
+    vocabulary = (
+        {'<unk>': 0, '<s>': 1} | {f'<0x{b:02X}>': 2 + b for b in range(256)} | {'\u2581': 258, 't': 259, 'h': 260, 'th': 261}
+    )
+    model = {'type': 'BPE', 'vocab': vocabulary, 'merges': [['t', 'h']], 'byte_fallback': True, 'unk_token': '<unk>'}
+    special = [plain['added_tokens'][0] | {'id': i, 'content': name} for name, i in (('<unk>', 0), ('<s>', 1))]
+    metaspace = {'type': 'Metaspace', 'replacement': '\u2581', 'prepend_scheme': 'first', 'split': False}
+    write_tokenizer(path, model=model, added_tokens=special, pre_tokenizer=metaspace, decoder=metaspace)
+    meta = tokenizer_meta(str(path))
+    assert meta['document_token'] == 1 and all(decode(meta, encode(meta, text)) == text.encode() for text in texts)
+
+
 def test_tokenizers_that_cannot_be_used_are_one_sentence(tmp_path, capsys, monkeypatch):
     (tmp_path / 's').mkdir()
     for name in ('A', 'B', 'C'):
