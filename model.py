@@ -8,7 +8,10 @@ ordered list of passes over the span, each at a subset of the positions; decodin
 Shapes: B sequences, T positions, n positions of one pass, D = n_embd, H query heads, G key/value heads, d = D / H.
 """
 
+import glob
+import json
 import math
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +37,7 @@ class GPTConfig:
     n_hidden: int = key(0, 'width inside the MLP; 0 means 4 D (nanochat) or 8/3 D rounded up to a multiple of 64 (llama)')
     positional: str = key('rope', 'position information in attention', ('rope', 'none'))
     rope_base: float = key(10000.0, 'base of the rotary frequencies')
+    rope_scaling: tuple = key((), 'of Llama 3: factor, low_freq_factor, high_freq_factor, original length; empty is none')
     norm_eps: float = key(1e-5, 'epsilon of the norms of the llama family; nanochat takes the default of F.rms_norm')
     value_embeddings: str = key('none', 'token-indexed embeddings added to the values', ('none', 'alternate', 'all'))
     recurrence: str = key('none', 'the latent memory', ('none', 't2mlr', 'lrt'))
@@ -98,6 +102,11 @@ class GPTConfig:
                 raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and at most {high}.')
         if self.rope_base <= 0 or self.norm_eps <= 0:
             raise ConfigError(f'rope_base={self.rope_base} and norm_eps={self.norm_eps} must both be above 0.')
+        if self.rope_scaling and (len(self.rope_scaling) != 4 or min(self.rope_scaling) <= 0):
+            raise ConfigError(
+                f'rope_scaling={self.rope_scaling} must be 4 numbers above 0: factor, low_freq_factor, high_freq_factor, '
+                f'original length; or empty.'
+            )
         if self.n_embd % self.n_head:
             unit = self.n_head * (2 if self.positional == 'rope' else 1)  # rotary positions pair the channels of a head
             nearest = max(1, round(self.n_embd / unit)) * unit
@@ -547,6 +556,11 @@ class GPT(nn.Module):
             return
         weight, d = self.embed.weight, self.config.head_dim
         frequency = self.config.rope_base ** (-torch.arange(0, d, 2, dtype=torch.float64, device='cpu') / d)
+        if self.config.rope_scaling:  # Llama 3: long wavelengths are stretched by the factor, those between in proportion
+            factor, low, high, length = self.config.rope_scaling
+            turns = length * frequency / (2 * math.pi)
+            kept = ((turns - low) / (high - low)).clamp(0, 1) if high > low else (turns >= high).double()
+            frequency = kept * frequency + (1 - kept) * frequency / factor
         angle = torch.arange(2 * self.config.block_size, dtype=torch.float64, device='cpu')[:, None] * frequency
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
@@ -787,6 +801,116 @@ class LSTM(nn.Module):
 def build(config):
     """The model that a GPTConfig describes."""
     return LSTM(config) if config.architecture == 'lstm' else GPT(config)
+
+
+def pretrained_folder(name):
+    """The folder of a Llama-family checkpoint in the format of the transformers library: `name` itself, or that of the hub."""
+    if os.path.isdir(name):
+        return name
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(name, allow_patterns=['*.json', '*.safetensors'])
+    except ImportError:
+        raise ConfigError(f'{name} is no folder, and the hub needs an extra; pip install huggingface_hub.') from None
+    except Exception as e:
+        raise ConfigError(f'{name} is neither a folder nor a model that the hub gives ({type(e).__name__}).') from None
+
+
+def pretrained_config(name, block_size):
+    """The settings of a GPT that equals a pretrained checkpoint, as a dict; its context is at most block_size.
+
+    Raises ConfigError for what the Llama family here cannot express, by name; nothing that the config.json states is assumed.
+    """
+    folder = pretrained_folder(name)
+    try:
+        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
+            c = json.load(f)
+        rope = (c.get('rope_parameters') or c.get('rope_scaling') or {}) | {}
+        kind = rope.get('rope_type', rope.get('type', 'default'))
+        scaling = ()
+        if kind == 'llama3':
+            names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
+            scaling = tuple(float(rope[k]) for k in names)
+        refused = {
+            'model_type': c['model_type'] != 'llama',
+            'hidden_act': c.get('hidden_act', 'silu') != 'silu',
+            'attention_bias': c.get('attention_bias', False),
+            'mlp_bias': c.get('mlp_bias', False),
+            'tie_word_embeddings': not c.get('tie_word_embeddings', False),
+            'rope_type': kind not in ('default', 'llama3'),
+            'head_dim': c.get('head_dim') not in (None, c['hidden_size'] // c['num_attention_heads']),
+        }
+        for what, wrong in refused.items():
+            if wrong:
+                value = kind if what == 'rope_type' else c.get(what)
+                raise ConfigError(
+                    f'{folder} has {what}={value}, which is not supported here; Llama-family models with tied embeddings are.'
+                )
+        return {
+            'family': 'llama',
+            'vocab_size': c['vocab_size'],
+            'block_size': min(block_size, c['max_position_embeddings']),
+            'n_layer': c['num_hidden_layers'],
+            'n_head': c['num_attention_heads'],
+            'n_kv_head': c.get('num_key_value_heads') or c['num_attention_heads'],
+            'n_embd': c['hidden_size'],
+            'n_hidden': c['intermediate_size'],
+            'rope_base': float(rope.get('rope_theta', c.get('rope_theta', 10000.0))),
+            'rope_scaling': scaling,
+            'norm_eps': float(c['rms_norm_eps']),
+            'value_embeddings': 'none',
+            'positional': 'rope',
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        raise ConfigError(f'{folder}/config.json cannot be read ({type(e).__name__}: {e}).') from None
+
+
+@torch.no_grad()
+def load_pretrained(model, name):
+    """Copies the weights of a checkpoint in safetensors files into `model`, one tensor at a time; what the recurrence adds
+    keeps its initial values. Raises ConfigError for a file that is missing or cut, and for a tensor of another shape."""
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ConfigError('a pretrained checkpoint needs an extra; pip install safetensors.') from None
+    folder = pretrained_folder(name)
+    theirs = {
+        'embed': 'embed_tokens',
+        'norm': 'norm',
+        'norm_attention': 'input_layernorm',
+        'norm_mlp': 'post_attention_layernorm',
+    }
+    theirs |= {part: f'self_attn.{part}_proj' for part in 'qkvo'} | {
+        part: f'mlp.{part}_proj' for part in ('gate', 'up', 'down')
+    }
+    wanted = {}
+    for ours, p in model.named_parameters():
+        if not is_recurrence(ours):
+            *_, part, _ = ours.split('.')
+            layer = f'layers.{ours.split(".")[1]}.' if ours.startswith('blocks.') else ''
+            wanted[f'model.{layer}{theirs[part]}.weight'] = p
+    try:
+        files = sorted(glob.glob(os.path.join(glob.escape(folder), '*.safetensors')))
+        index = os.path.join(folder, 'model.safetensors.index.json')
+        if os.path.exists(index):
+            with open(index, encoding='utf-8') as f:
+                files = sorted({os.path.join(folder, os.path.basename(n)) for n in json.load(f)['weight_map'].values()})
+        for file in files:
+            with safe_open(file, framework='pt') as tensors:
+                for key_ in set(tensors.keys()) & set(wanted):
+                    tensor, p = tensors.get_tensor(key_), wanted.pop(key_)
+                    if tensor.shape != p.shape:
+                        raise ConfigError(f'{file} holds {key_} of shape {tuple(tensor.shape)}, not {tuple(p.shape)}.')
+                    p.copy_(tensor)
+    except ConfigError:
+        raise
+    except Exception as e:
+        raise ConfigError(f'the weights in {folder} cannot be read ({type(e).__name__}: {e}); fetch them again.') from None
+    if wanted:
+        raise ConfigError(
+            f'{folder} lacks {len(wanted)} tensors, the first of them {sorted(wanted)[0]}; a file may be missing.'
+        )
 
 
 def is_recurrence(name):

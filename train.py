@@ -24,7 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse, reporting
-from model import SEQUENTIAL, GPTConfig, Schedule, build, count_flops, count_parameters, is_recurrence
+from model import (
+    SEQUENTIAL,
+    GPTConfig,
+    Schedule,
+    build,
+    count_flops,
+    count_parameters,
+    is_recurrence,
+    load_pretrained,
+    pretrained_config,
+)
 from prepare_data import shard_names, token_dtype
 
 
@@ -36,7 +46,7 @@ class TrainConfig(Schedule, GPTConfig):
     document_rows: bool = key(False, 'each training sequence of a text starts at a document, whose token is reset_token')
     out_dir: str = key('out/run', 'folder for ckpt.pt and log.jsonl')
     init_from: str = key(
-        'scratch', 'scratch, resume (out_dir must hold a checkpoint), auto (either)', ('scratch', 'resume', 'auto')
+        'scratch', 'scratch, resume (out_dir holds a checkpoint), auto (either), hf:FOLDER or hf:NAME (pretrained, or auto)'
     )
     max_steps: int = key(2000, 'updates')
     d_forward_start: int = key(-1, 'jacobi: d_forward at the first update, growing to d_forward; -1 has all of it at once')
@@ -75,6 +85,11 @@ class TrainConfig(Schedule, GPTConfig):
     json: bool = key(False, 'with dry_run: also print one JSON object as the last line')
 
     def check(self):
+        if self.init_from not in ('scratch', 'resume', 'auto') and not self.init_from.startswith('hf:'):
+            raise ConfigError(f'init_from={self.init_from} is not known; take scratch, resume, auto, hf:FOLDER or hf:NAME.')
+        if self.init_from.startswith('hf:'):
+            for name, value in pretrained_config(self.init_from[3:], self.block_size).items():
+                setattr(self, name, value)
         GPTConfig.check(self)
         Schedule.check(self)
         if self.recurrence == 'none' and self.schedule != 'parallel':
@@ -413,7 +428,7 @@ def read_checkpoint(path, device='cpu'):
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         if missing := {'model', 'optimizers', 'step', 'best_loss', 'rng', 'meta'} - checkpoint.keys():
             raise ValueError('it lacks ' + ', '.join(sorted(missing)))
-        settings = {'document_rows': False} | checkpoint['config']  # which older checkpoints lack
+        settings = asdict(TrainConfig()) | checkpoint['config']  # a key that came later has its default
         return checkpoint | {'config': {f.name: settings[f.name] for f in fields(TrainConfig)}, 'path': str(path)}
     except Exception as e:
         said = str(e) if isinstance(e, ValueError) else 'it was not written by train.py'
@@ -584,7 +599,7 @@ def train(config):
     saved = None
     if os.path.exists(path) and config.init_from == 'scratch':
         raise ConfigError(f'{path} exists; continue it with --init_from=resume, or choose another --out_dir.')
-    if config.init_from == 'resume' or (config.init_from == 'auto' and os.path.exists(path)):
+    if config.init_from == 'resume' or os.path.exists(path):
         saved = read_checkpoint(path)
         for name, value in fixed_on_resume(config).items():
             if saved['config'][name] != value:
@@ -607,6 +622,8 @@ def train(config):
     torch.set_float32_matmul_precision('high')
     dtype = {'auto': 'bfloat16' if kind == 'cuda' else 'float32'}.get(config.dtype, config.dtype)
     raw = build(config).to(device, torch.float64 if dtype == 'float64' else torch.float32)
+    if config.init_from.startswith('hf:') and not saved:
+        load_pretrained(raw, config.init_from[3:])
     if config.freeze_base:
         for name, p in raw.named_parameters():
             p.requires_grad_(is_recurrence(name))
