@@ -218,7 +218,7 @@ class PrefillBench:
     n_embd: int = key(256, 'width of a fresh model')
     n_head: int = key(4, 'heads of a fresh model')
     prompt: int = key(256, 'tokens of the prompt')
-    jacobi_tol: float = key(1e-5, 'passes end when the span moves by less than this share')
+    jacobi_tol: float = key(1e-4, 'passes end when the span moves by less than this share')
     rounds: int = key(3, 'rounds; the medians are reported')
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default')
