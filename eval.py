@@ -603,17 +603,17 @@ def report_study(cells, config):
     if config.json:
         print(json.dumps({cell: {'bits_per_byte': exact, 'training_schedule': trained} for cell, trained, exact, *_ in rows}))
     if config.figure:
-        plt = pyplot()
-        picture, panel = plt.subplots(figsize=(7, 4.6))
-        for i, family in enumerate(sorted({row[0].split('-')[0] for row in rows})):
-            mine = sorted((row[4] / 1e12, row[2], row[0]) for row in rows if row[0].split('-')[0] == family)
-            joined = '-' if family == 'plain' else ''
-            panel.plot(*zip(*(m[:2] for m in mine), strict=True), joined + 'osD^v'[i % 5], color=COLOURS[i % 7], label=family)
-            for x, y, cell in mine:
-                panel.annotate(cell.partition('-')[2], (x, y), fontsize=7, textcoords='offset points', xytext=(5, 3))
+        picture, panel = pyplot().subplots(figsize=(8, 4.6), layout='constrained')
+        families = sorted({row[0].split('-')[0] for row in rows})
+        for i, (cell, _, exact, _, flops, *_) in enumerate(rows):
+            colour = COLOURS[families.index(cell.split('-')[0]) % 7]
+            style = dict(marker='osD^v<>pP*Xhd'[i % 13], color=colour, markeredgecolor='0.2', linestyle='')
+            panel.plot(flops / 1e12, exact, label=f'{exact:.3f}  {cell}', **style)
+        plain = sorted((row[4] / 1e12, row[2]) for row in rows if row[0].split('-')[0] == 'plain')
+        if plain:  # the transformer itself, at several costs
+            panel.plot(*zip(*plain, strict=True), color='0.5', linewidth=1, zorder=0)
         panel.set(xscale='log', xlabel='operations of the training (1e12)', ylabel='bits per byte, exact decoding')
-        panel.legend()
-        picture.tight_layout()
+        picture.legend(loc='outside right upper', fontsize=8)
         picture.savefig(config.figure, dpi=150)
 
 
