@@ -573,6 +573,8 @@ class GPT(nn.Module):
 
     def compile(self):
         """Compiles the repeated block and the fusion, once each; parameter names stay as they are."""
+        # One graph for each shape of pass, with and without gradient: a few more than the eight at which torch gives up.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for module in (*self.blocks, *([self.fusion] if self.fusion is not None else [])):
             module.compile(dynamic=False)
 

@@ -1038,3 +1038,30 @@ def test_a_compiled_model_equals_the_eager_one():
     close(losses[1], losses[0], 1e-5)
     close_gradients(gradients(compiled, losses[1]), gradients(eager, losses[0]), 1e-5)
     assert list(compiled.state_dict()) == keys
+
+
+def test_compiled_passes_of_many_shapes_are_compiled_once():
+    """More shapes than torch allows by default, and a second round of them compiles nothing."""
+    torch._dynamo.reset()
+    fixed = {
+        'n_layer': 1,
+        'n_loop': 1,
+        'value_embeddings': 'none',
+        'n_embd': 8,
+        'document_attention': False,
+        'n_head': 2,
+        'n_kv_head': 0,
+    }
+    eager = draw_model(5, family='llama', recurrence='t2mlr', **fixed).float()
+    compiled = build(eager.config)
+    compiled.load_state_dict(eager.state_dict())
+    compiled.compile()
+    tokens, _, _ = draw_batch(5, T=20, B=1)
+    graphs = []
+    with torch.no_grad():
+        for _ in range(2):
+            for T in range(8, 18):
+                logits = (model(tokens[:, :T], schedule=Schedule('jacobi', 1, 1)) for model in (eager, compiled))
+                close(*logits, 1e-4)
+            graphs.append(torch._dynamo.utils.counters['stats']['unique_graphs'])
+    assert graphs[0] == graphs[1] >= 20  # ten of the block, ten of the fusion
