@@ -1,5 +1,5 @@
 # State tracking with retrieval on S_3, as config/s3_transformer.py: an LSTM of the same width.
-# One CPU core, about 30 seconds. Expected at 8 steps: state near 100%, retrieval 37%.
+# One CPU core, about 30 seconds. Expected at 8 steps: state near 100%, retrieval 20%.
 from s3_transformer import *
 
 out_dir = 'out/s3_lstm'

@@ -1,5 +1,5 @@
 # State tracking with retrieval on S_3, as config/s3_transformer.py: the same transformer, a recurrence around its middle layer.
-# One CPU core, two to three minutes. Expected at 8 steps: state and retrieval above 99%.
+# One CPU core, about two minutes. Expected at 8 steps: state and retrieval above 99%.
 from s3_transformer import *
 
 out_dir = 'out/s3_t2mlr'

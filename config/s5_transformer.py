@@ -1,7 +1,7 @@
 # State tracking with retrieval on S_5, the T2MLR paper's synthetic task: a plain transformer.
 # Data: python prepare_data.py s5 --group=5 --actions=generators --distractors=5 --steps=1-10 --test_steps=1-40 \
 #           --recur_on_prompt=True
-# One CPU core, about 20 minutes.
+# One CPU core, about 20 minutes (an estimate, not measured).
 data_dir = 'data/s5'
 out_dir = 'out/s5_transformer'
 

@@ -1,6 +1,6 @@
 # Bytes of the Python standard library: a plain transformer of CPU size, the baseline of text_t2mlr.py and text_lrt.py.
 # Data: python prepare_data.py text
-# Two CPU cores, about ten minutes.
+# Two CPU cores, about four minutes.
 data_dir = 'data/stdlib'
 out_dir = 'out/text_transformer'
 
