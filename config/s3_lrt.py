@@ -1,5 +1,5 @@
 # State tracking with retrieval on S_3, as config/s3_transformer.py: LRT with shared projections, two interleaved passes.
-# One CPU core, about two minutes (an estimate). Two passes carry a memory over two positions of training; tracking a state takes more.
+# One CPU core, about two minutes (an estimate). Two passes carry a memory over two positions; a state takes more.
 from s3_transformer import *
 
 out_dir = 'out/s3_lrt'

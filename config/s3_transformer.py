@@ -1,6 +1,6 @@
 # State tracking with retrieval on S_3, the T2MLR paper's synthetic task in miniature: a plain transformer.
 # Data: python prepare_data.py s5 --group=3 --steps=1-8 --test_steps=1-16 --recur_on_prompt=True
-# One CPU core, about 40 seconds. Expected at 8 steps: state 52%, retrieval 34%; chance is 17%, and 37% (the commonest value of the dictionary).
+# One CPU core, about 40 seconds. Expected at 8 steps: state 52%, retrieval 34%; chance is 17% and 37%.
 data_dir = 'data/s3'
 out_dir = 'out/s3_transformer'
 
