@@ -597,7 +597,7 @@ def report_study(cells, config):
     print('| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |')
     for cell, trained, exact, spread, flops, seconds, parameters, seeds in rows:
         print(
-            f'| {cell} | {trained:.4f} | {exact:.4f} | {spread:.4f} | {flops / 1e12:,.0f} | {seconds:.0f} | {parameters:,} | '
+            f'| {cell} | {trained:.4f} | {exact:.4f} | {f"{spread:.4f}" if seeds > 1 else "-"} | {flops / 1e12:,.0f} | {seconds:.0f} | {parameters:,} | '
             f'{seeds} |'
         )
     if config.json:
