@@ -596,10 +596,9 @@ def report_study(cells, config):
     print('| cell | training schedule | exact decoding | spread of seeds | operations, 1e12 | seconds | parameters | seeds |')
     print('| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |')
     for cell, trained, exact, spread, flops, seconds, parameters, seeds in rows:
-        print(
-            f'| {cell} | {trained:.4f} | {exact:.4f} | {f"{spread:.4f}" if seeds > 1 else "-"} | {flops / 1e12:,.0f} | {seconds:.0f} | {parameters:,} | '
-            f'{seeds} |'
-        )
+        apart = f'{spread:.4f}' if seeds > 1 else '-'
+        costs = f'{flops / 1e12:,.0f} | {seconds:.0f} | {parameters:,} | {seeds}'
+        print(f'| {cell} | {trained:.4f} | {exact:.4f} | {apart} | {costs} |')
     if config.json:
         print(json.dumps({cell: {'bits_per_byte': exact, 'training_schedule': trained} for cell, trained, exact, *_ in rows}))
     if config.figure:
