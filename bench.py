@@ -190,16 +190,16 @@ def bench_decode(bench):
         shape = {k: v for k, v in asdict(bench).items() if k in GPTConfig.__dataclass_fields__}
         model = build(GPTConfig(**shape | variant)).to(device).eval()
         if bench.compile:
-            model.compile()
+            model.compile_token()
         state = model.new_state(bench.batch_size)
         flops = count_flops(model, SEQUENTIAL, bench.block_size)
         floors[name] = flops['decode'] / flops['plain_forward']
         weights[name] = sum(count_parameters(model).values()) - model.embed.weight.numel()
 
         def call(model=model, state=state):
-            state.position = torch.full_like(state.position, bench.prompt)  # the same slots in every round
+            state.position.fill_(bench.prompt)  # the same slots in every round
             for _ in range(bench.tokens):
-                model(token, schedule=SEQUENTIAL, state=state)
+                model.token(token, state)
 
         calls[name] = call
     found = compare(measure(calls, bench.rounds, device), 'plain')

@@ -165,19 +165,21 @@ class Schedule:
     )
     d_forward: int = key(16, 'jacobi: passes over all positions after the initial one')
     d_backward: int = key(4, 'jacobi: how many of the d_forward + 1 passes, from the last, carry gradient')
-    jacobi_tol: float = key(0.0, 'jacobi: the passes without gradient end when the span moves by less than this share; 0 never')
     n_subsets: int = key(2, 'interleaved: S, pass i recomputes the positions p with p mod S = i')
+    n_sweeps: int = key(1, 'interleaved: times that the S subsets are gone through')
+    jacobi_tol: float = key(0.0, 'passes or sweeps without gradient end when the span moves by less than this share; 0 never')
     chunk_size: int = key(64, 'chunked: positions in a chunk')
     pass_weights: tuple = key((), 'LRT: weight of the loss of each scored pass, the initial one first; empty means equal')
 
     def check(self):
         """Raises ConfigError, one sentence, for a schedule that cannot run."""
-        for name, low in (('d_forward', 0), ('d_backward', 1), ('n_subsets', 1), ('chunk_size', 1)):
+        for name, low in (('d_forward', 0), ('d_backward', 1), ('n_subsets', 1), ('n_sweeps', 1), ('chunk_size', 1)):
             if not low <= getattr(self, name) <= 10**7:
                 raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and at most {10**7}.')
-        if self.jacobi_tol < 0 or (self.jacobi_tol and self.schedule != 'jacobi'):
+        if self.jacobi_tol < 0 or (self.jacobi_tol and self.schedule not in ('jacobi', 'interleaved')):
             raise ConfigError(
-                f'jacobi_tol={self.jacobi_tol} must not be negative, and above 0 it needs schedule=jacobi, not {self.schedule}.'
+                f'jacobi_tol={self.jacobi_tol} must not be negative, and above 0 it needs schedule=jacobi or interleaved, '
+                f'not {self.schedule}.'
             )
         if self.schedule == 'jacobi' and self.d_backward > self.d_forward + 1:
             raise ConfigError(
@@ -185,7 +187,7 @@ class Schedule:
                 f'take d_backward={self.d_forward + 1} or less.'
             )
         if self.pass_weights:
-            scored = {'interleaved': self.n_subsets + 1, 'jacobi': self.d_backward}.get(self.schedule)
+            scored = {'interleaved': self.n_subsets * self.n_sweeps + 1, 'jacobi': self.d_backward}.get(self.schedule)
             if scored is None:
                 raise ConfigError(
                     f'pass_weights={self.pass_weights} fits no schedule={self.schedule}, which has no fixed number of passes.'
@@ -215,8 +217,8 @@ class Schedule:
             unit, free = max(1, T // 8), self.d_forward + 1 - self.d_backward
             starts = [max(0, reads_from + k - 1) // unit * unit if k else 0 for k in range(free)]
             return [range(start, T) for start in starts if start < T] + [range(T)] * self.d_backward
-        subsets = [range(i, T, self.n_subsets) for i in range(min(self.n_subsets, T))] if self.schedule == 'interleaved' else []
-        return [range(T), *subsets]
+        subsets = [range(i, T, self.n_subsets) for i in range(min(self.n_subsets, T))]
+        return [range(T), *subsets * (self.n_sweeps if self.schedule == 'interleaved' else 0)]
 
     def n_graded(self, T):
         """How many of the passes, from the last, carry gradient (T2MLR's truncated backpropagation)."""
@@ -228,13 +230,21 @@ PARALLEL, SEQUENTIAL = Schedule(), Schedule(schedule='sequential')
 
 @dataclass
 class State:
-    """What decoding keeps between tokens. Rows of a batch end at the same slot; a shorter one starts later."""
+    """What decoding keeps between tokens, written in place: nothing moves while tokens come, as CUDA graphs need it.
+
+    Rows of a batch end at the same slot; a shorter one starts later. A copy to go on from later is a deep copy.
+    """
 
     kv: list  # for each depth of the stack, keys and values: two (B, G, slots, d)
     memory: torch.Tensor  # (B, 1, D): the memory that the next token reads; the LSTM keeps (h, c)
     position: torch.Tensor  # (1,): the slot of the next token
     start: torch.Tensor  # (B,): the slot of each row's first token; slots before it are padding
     first: torch.Tensor  # (B,): the first slot that attention may still see
+
+    def __post_init__(self):
+        memory = self.memory if isinstance(self.memory, tuple) else (self.memory,)
+        for tensor in (*(t for kv in self.kv for t in kv), *memory, self.position, self.first):
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 class Site(NamedTuple):
@@ -245,7 +255,7 @@ class Site(NamedTuple):
     values: list  # per layer: value embeddings (B, n, G d) or None
     cos: torch.Tensor | None  # (n, 1, d): only differences of positions matter, so padding may shift them
     sin: torch.Tensor | None
-    mask: torch.Tensor | None  # (n, slots) or (B, 1, n, slots): True where a query sees a key; None: causal
+    mask: torch.Tensor | None  # (n, slots) or (B, 1, n, slots), added to the scores: 0 or -inf; None: causal
     recurs: torch.Tensor | None  # (B, n, 1): recur_mask
     keep: torch.Tensor | None  # (B, n, 1): recur_mask and no document start: the memory is read as it is
 
@@ -254,7 +264,8 @@ class Site(NamedTuple):
         if self.mask is not None:
             mask = self.mask[..., positions, :]
         else:
-            mask = positions[:, None] >= torch.arange(self.x0.size(1), device=positions.device)
+            keys = torch.arange(self.x0.size(1), device=positions.device)
+            mask = additive(positions[:, None] >= keys, self.x0)
         return Site(
             positions if self.index is None else self.index[positions],
             self.x0[:, positions],
@@ -267,6 +278,17 @@ class Site(NamedTuple):
         )
 
 
+def working_dtype(x):
+    """The type of keys and values: that of x, or what autocast computes with on its device."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def additive(seen, x):
+    """`seen`, bool, as a mask to add: made once for all layers, because attention would convert it in each of them."""
+    return torch.zeros(seen.shape, dtype=working_dtype(x), device=seen.device).masked_fill(~seen, -math.inf)
+
+
 def write(buffer, dim, index, new):
     """`buffer` with `new` at `index` along `dim`: in place when nothing is to be differentiated, otherwise a copy, because
     the backward of earlier passes still needs what they read."""
@@ -275,24 +297,9 @@ def write(buffer, dim, index, new):
     return buffer.index_copy_(dim, index, new)
 
 
-def merge(newest, T):
-    """The newest output of every position, (B, T, D), from (positions, output) of successive passes; later ones win."""
-    if len(newest) == 1:
-        return newest[0][1]
-    row, total = [0] * T, 0
-    for positions, _ in newest:
-        for i, p in enumerate(positions):
-            row[p] = total + i
-        total += len(positions)
-    y = torch.cat([out for _, out in newest], 1)
-    return y if row == list(range(total)) else y[:, torch.tensor(row, device=y.device)]
-
-
 @torch.no_grad()
-def largest_change(before, old, positions, new):
-    """max over rows and positions of |new - old| / |new|: two outputs (B, n, D) that both end at the last position."""
-    common = min(len(before), len(positions))
-    old, new = old[:, -common:], new[:, -common:]
+def largest_change(old, new):
+    """max over rows and positions of |new - old| / |new|, of two outputs (B, n, D)."""
     return ((new - old).norm(dim=-1) / new.norm(dim=-1).clamp(min=torch.finfo(new.dtype).tiny)).max()
 
 
@@ -578,13 +585,19 @@ class GPT(nn.Module):
         for module in (*self.blocks, *([self.fusion] if self.fusion is not None else [])):
             module.compile(dynamic=False)
 
+    def token(self, tokens, state):
+        """One token a row, tokens (B, 1), behind `state`: logits (B, 1, vocab_size)."""
+        return self(tokens, schedule=SEQUENTIAL, state=state)
+
+    def compile_token(self):
+        """Compiles `token` into one graph of the whole model, on CUDA replayed as one CUDA graph: prompts stay as they are."""
+        self.token = torch.compile(self.token, mode='reduce-overhead', fullgraph=True, dynamic=False)
+
     def new_kv(self, B, slots):
         """Empty buffers: for each depth of the stack, two (B, G, slots, d) in the type that keys and values have here."""
         weight, c = self.embed.weight, self.config
-        device = weight.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        shape = (B, c.kv_dim // c.head_dim, slots, c.head_dim)
-        return [tuple(torch.zeros(shape, dtype=dtype, device=weight.device) for _ in 'kv') for _ in self.stack]
+        shape, like = (B, c.kv_dim // c.head_dim, slots, c.head_dim), dict(dtype=working_dtype(weight), device=weight.device)
+        return [tuple(torch.zeros(shape, **like) for _ in 'kv') for _ in self.stack]
 
     def new_state(self, B, start=None, slots=0):
         """The state before the first token, for B rows. start (B,): slots of padding before each row's first token.
@@ -619,7 +632,7 @@ class GPT(nn.Module):
         if first is not None:
             keys = torch.arange(T if state is None else state.kv[0][0].size(2), device=tokens.device)
             oldest = torch.minimum(first, slots).unsqueeze(-1)  # a padding slot sees itself: no query is without a key
-            mask = ((keys >= oldest) & (keys <= slots[:, None])).unsqueeze(1)
+            mask = additive(((keys >= oldest) & (keys <= slots[:, None])).unsqueeze(1), self.embed.weight)
         x0 = self.norm_embed(self.embed(tokens))
         values = [self.value_embeds[str(i)](tokens) if str(i) in self.value_embeds else None for i in range(c.n_layer)]
         cos, sin = (None if t is None else t[slots].unsqueeze(-2) for t in (self.cos, self.sin))
@@ -670,14 +683,17 @@ class GPT(nn.Module):
         """The positions of each pass whose output is scored: all with gradient (LRT), or the merged result (T2MLR, plain)."""
         return schedule.passes(T)[-schedule.n_graded(T) :] if self.scores_every_pass else [range(T)]
 
-    def forward(self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None, changes=None):
+    def forward(
+        self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None, changes=None, logits_from=0
+    ):
         """Runs `tokens` (B, T) under `schedule`, after what `state` holds if there is one (then without gradient).
 
-        Without targets: logits (B, T, vocab_size) of the newest output at every position.
+        Without targets: logits (B, T, vocab_size) of the newest output at every position, or at those from logits_from on.
         With targets (B, T), -1 where nothing is scored: the loss, and the mean of each scored pass, (passes,). counts
         (passes,): scored positions of each pass in the whole update, when this batch is only a part of it.
         recur_mask (B, T), bool: where False a token reads no memory. changes: a list that receives, for each pass of `jacobi`
-        after the initial one, the largest relative change of the span's output. Raises ValueError for T above block_size.
+        and `interleaved` after the initial one, the largest relative change of the span's output. Raises ValueError for T above
+        block_size.
         """
         B, T = tokens.shape
         c = self.config
@@ -695,13 +711,13 @@ class GPT(nn.Module):
                     reads_from = int(recur_mask.any(0).int().argmax())
                 outputs, y, memory = self.solve(h, site, schedule, reads_from, kv, state, changes)
                 if state is not None:
-                    state.memory = memory[:, -1:]
+                    state.memory.copy_(memory[:, -1:])
             y, _ = self.run(range(c.span.stop, len(self.stack)), y, site, kv)
             if state is not None:
-                state.position = state.position + T
-                state.first = torch.maximum(first[:, -1], state.start)  # a document token in the padding opens nothing
+                state.position += T
+                state.first.copy_(torch.maximum(first[:, -1], state.start))  # a document token in the padding opens nothing
             if targets is None:
-                return self.logits(y)
+                return self.logits(y[:, logits_from:])
             passes = self.scored_passes(schedule, T)
             outputs = outputs if self.scores_every_pass else [y]
             sums = []
@@ -719,37 +735,50 @@ class GPT(nn.Module):
         B, T, D = h.shape
         before = h.new_zeros(B, 1, D) if state is None else state.memory
         memory = None if schedule.initial else F.pad(before, (0, 0, 0, T))  # what is not yet written reads as 0
-        if memory is not None and state is None:
-            kv[:] = self.new_kv(B, T)
-        outputs, newest = [], []
+        newest = None
+        if not schedule.initial:
+            newest = torch.zeros_like(h)
+            if state is None:
+                kv[:] = self.new_kv(B, T)
+        outputs, moved, settled, parts = [], [], False, {}
         passes = schedule.passes(T, reads_from)
         local = self.fusion.local(h) if self.fusion is not None and len(passes) > schedule.initial else None
-        measured, settled = schedule.schedule == 'jacobi' and (changes is not None or schedule.jacobi_tol), False
+        sweep = {'jacobi': 1, 'interleaved': min(schedule.n_subsets, T)}.get(schedule.schedule, 0)
+        measured = sweep and (changes is not None or schedule.jacobi_tol)
         for number, positions in enumerate(passes):
             graded = number >= len(passes) - schedule.n_graded(T)
+            last = None if newest is None else newest[:, positions.start : positions.stop : positions.step]
             if settled and not (graded and torch.is_grad_enabled()):
                 if graded:
-                    outputs.append(merge(newest, T))
+                    outputs.append(last)
                 continue
-            last = newest[-1] if newest else None
             with torch.set_grad_enabled(torch.is_grad_enabled() and graded):
                 if len(positions) == T:
                     y, written = self.span(h, local, site, kv, None if memory is None else memory[:, :-1])
-                    memory, newest = torch.cat((before, written), 1), [(positions, y)]
+                    memory = torch.cat((before, written), 1)
                 else:
-                    at = torch.arange(positions.start, positions.stop, positions.step, device=h.device)
-                    here = None if local is None else local[:, at]
-                    y, written = self.span(h[:, at], here, site.at(at), kv, memory[:, at])
+                    if positions not in parts:
+                        at = torch.arange(positions.start, positions.stop, positions.step, device=h.device)
+                        parts = parts if sweep > 1 else {}  # only sweeps come back to the same positions
+                        parts[positions] = at, h[:, at], None if local is None else local[:, at], site.at(at)
+                    at, *part = parts[positions]
+                    y, written = self.span(*part, kv, memory[:, at])
                     memory = write(memory, 1, at + 1, written)
-                    newest.append((positions, y))
+                if measured and number:
+                    moved.append(largest_change(last, y))
+                if len(positions) == T:
+                    newest = y
+                elif outputs and newest is outputs[-1]:  # which is scored as it is
+                    newest = newest.index_copy(1, at, y)
+                else:
+                    newest = write(newest, 1, at, y)
                 if graded:
                     outputs.append(y)
-            if measured and last is not None:
-                change = largest_change(*last, positions, y)
-                settled = bool(schedule.jacobi_tol) and bool(change < schedule.jacobi_tol)
-                if changes is not None:
-                    changes.append(change)
-        return outputs, merge(newest, T), memory
+            if schedule.jacobi_tol and len(moved) >= sweep:
+                settled = bool(torch.stack(moved[-sweep:]).max() < schedule.jacobi_tol)
+        if changes is not None:
+            changes += moved
+        return outputs, newest, memory
 
 
 class LSTM(nn.Module):
@@ -768,6 +797,11 @@ class LSTM(nn.Module):
     def compile(self):
         """Nothing to compile: the layers are one fused call already."""
 
+    compile_token = compile
+
+    def token(self, tokens, state):
+        return self(tokens, state=state)
+
     def scored_passes(self, schedule, T):
         return [range(T)]
 
@@ -775,9 +809,11 @@ class LSTM(nn.Module):
         weight = self.embed.weight
         start = torch.zeros(B, dtype=torch.long, device=weight.device) if start is None else start.to(weight.device)
         zero = torch.zeros(self.config.n_layer, B, self.config.n_embd, dtype=weight.dtype, device=weight.device)
-        return State([], (zero, zero), torch.zeros(1, dtype=torch.long, device=weight.device), start, start)
+        return State([], (zero, zero.clone()), torch.zeros(1, dtype=torch.long, device=weight.device), start, start)
 
-    def forward(self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None, changes=None):
+    def forward(
+        self, tokens, targets=None, schedule=PARALLEL, recur_mask=None, counts=None, state=None, changes=None, logits_from=0
+    ):
         """As GPT.forward; the schedule and recur_mask have no meaning here, since the layers recur by themselves."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and state is None):
             if state is None:
@@ -787,11 +823,13 @@ class LSTM(nn.Module):
                 for t in range(tokens.size(1)):
                     begun = (state.position + t > state.start)[:, None]  # padding before a row's first token leaves nothing
                     hidden = tuple(torch.where(begun, s, 0.0) for s in state.memory)
-                    y, state.memory = self.lstm(self.embed(tokens[:, t : t + 1]), hidden)
+                    y, hidden = self.lstm(self.embed(tokens[:, t : t + 1]), hidden)
+                    for kept, new in zip(state.memory, hidden, strict=True):
+                        kept.copy_(new)
                     steps.append(y)
                 y = torch.cat(steps, 1)
-                state.position = state.position + tokens.size(1)
-            logits = self.head(y)
+                state.position += tokens.size(1)
+            logits = self.head(y[:, logits_from:])
             logits = logits if logits.dtype == torch.float64 else logits.float()
             if targets is None:
                 return logits

@@ -6,9 +6,9 @@ texts continues the prompt, or answers the question in it; one of an aligned tas
 """
 
 import codecs
-import copy
 import glob
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import ConfigError, key, parse, reporting
-from model import SEQUENTIAL, GPTConfig, Schedule, build
+from model import SEQUENTIAL, GPTConfig, Schedule, State, build
 from prepare_data import decode, encode
 from train import load_weights, pick_device, read_checkpoint
 
@@ -41,7 +41,7 @@ class SampleConfig:
     jacobi_tol: float = key(1e-4, 'jacobi: passes end when the span moves by less than this share; 0 iterates until exact')
     overflow: str = key('stop', 'at the end of the context stop, or go on from its second half', ('stop', 'slide'))
     interactive: bool = key(False, 'read a line, continue it, read the next; the state stays between turns')
-    compile: bool = key(False, 'compile the repeated block; pays off over many tokens')
+    compile: bool = key(False, 'compile the forward of a token (on CUDA with CUDA graphs); pays off over many tokens')
     json: bool = key(False, 'print one JSON object a continuation, with the log-probability of each token')
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default')
@@ -100,15 +100,23 @@ def prefill(model, state, tokens, config):
     """Reads `tokens` (B, n) behind `state`: the logits after the last one, (B, vocab_size), and the passes it took.
 
     `jacobi` iterates over a chunk of tokens at once, until the largest relative change of the span's output is below jacobi_tol
-    or, by the exact-prefix law, nothing can change any more; a tolerance of 0 is exact. Prelude and coda run once.
+    or, by the exact-prefix law, nothing can change any more; a tolerance of 0 is exact. A sweep goes through the chunk in
+    three subsets, each of which reads what the one before has just written: about half the operations of passes over all
+    positions at once. Prelude and coda run once.
     """
+    exact = config.prefill == 'exact' and model.config.recurrence != 'none'
+    if exact or tokens.size(1) == 1:
+        for token in tokens.t().clone(memory_format=torch.contiguous_format).unsqueeze(-1):  # one layout, hence one graph
+            logits = model.token(token, state)
+        return logits[:, -1], tokens.size(1)
     if model.config.recurrence == 'none':
-        return model(tokens, state=state)[:, -1], 1
+        return model(tokens, state=state, logits_from=-1)[:, -1], 1
     passes = 0
-    for chunk in tokens.split(1 if config.prefill == 'exact' else config.prefill_chunk, 1):
-        changes, n = [], chunk.size(1)
-        schedule = Schedule('jacobi', d_forward=n, d_backward=1, jacobi_tol=config.jacobi_tol) if n > 1 else SEQUENTIAL
-        logits = model(chunk, schedule=schedule, state=state, changes=changes)
+    for chunk in tokens.split(config.prefill_chunk, 1):
+        changes, n_sweeps = [], math.ceil(chunk.size(1) / 3)
+        sweeps = Schedule('interleaved', n_subsets=3, n_sweeps=n_sweeps, jacobi_tol=config.jacobi_tol)
+        schedule = sweeps if chunk.size(1) > 1 else SEQUENTIAL
+        logits = model(chunk, schedule=schedule, state=state, changes=changes, logits_from=-1)
         passes += 1 + len(changes)
     return logits[:, -1], passes
 
@@ -146,12 +154,16 @@ class Decoder:
     def widen(self, n):
         """Each row n times, so that several samples share one prefill."""
         self.rows, self.ended = [row for row in self.rows for _ in range(n)], self.ended * n
-        state = copy.copy(self.state)
-        state.kv = [tuple(t.repeat_interleave(n, 0) for t in kv) for kv in state.kv]
-        lstm = isinstance(state.memory, tuple)
-        state.memory = tuple(s.repeat_interleave(n, 1) for s in state.memory) if lstm else state.memory.repeat_interleave(n, 0)
-        state.start, state.first = state.start.repeat_interleave(n), state.first.repeat_interleave(n)
-        self.state, self.logits = state, self.logits.repeat_interleave(n, 0)
+        kv, memory, position, start, first = (getattr(self.state, f.name) for f in fields(State))
+        lstm = isinstance(memory, tuple)
+        self.state = State(
+            [tuple(t.repeat_interleave(n, 0) for t in pair) for pair in kv],
+            tuple(t.repeat_interleave(n, 1) for t in memory) if lstm else memory.repeat_interleave(n, 0),
+            position.clone(),
+            start.repeat_interleave(n),
+            first.repeat_interleave(n),
+        )
+        self.logits = self.logits.repeat_interleave(n, 0)
 
 
 def generate(decoder, config, push, generators=None):
@@ -294,7 +306,7 @@ def sample(config):
     if longest > size and config.overflow == 'stop':
         raise ConfigError(f'the prompt has {longest} tokens, more than the context of {size}; shorten it or --overflow=slide.')
     if config.compile:
-        model.compile()
+        model.compile_token()
     print(f'{path}, update {checkpoint["step"]}', file=sys.stderr)
     if aligned:
         for prompt in prompts:
