@@ -67,8 +67,8 @@ def extra(package):
     try:
         return importlib.import_module(package)
     except ImportError:
-        name = package.split('.')[0]
-        raise ConfigError(f'this needs the package {name}: install it with `pip install -r requirements-data.txt`.') from None
+        package = package.split('.')[0]
+        raise ConfigError(f'this needs the package {package}; run `pip install -r requirements-data.txt`.') from None
 
 
 def without_prefix(part):
@@ -96,10 +96,8 @@ def load_tokenizer(name, text=None):
         try:
             encoding = tiktoken.get_encoding(name)
         except Exception as e:  # whatever its download raises
-            raise ConfigError(
-                f'tokenizer={name} could not be loaded ({type(e).__name__}); tiktoken fetches it from the network once, '
-                f'or take --tokenizer=bytes or a tokenizer.json.'
-            ) from None
+            why = f'tokenizer={name} could not be loaded ({type(e).__name__}); tiktoken fetches it once from the network'
+            raise ConfigError(f'{why}, or take --tokenizer=bytes or a tokenizer.json.') from None
         pieces = [b''] * encoding.n_vocab
         for i in range(encoding.n_vocab):
             with contextlib.suppress(KeyError):  # some vocabularies have gaps
@@ -203,10 +201,8 @@ def tokens_of(meta, content, opens=True):
         piece = text[start : start + ENCODED_AT_ONCE]
         parts.append(np.array(ids := encode(meta, piece), meta['dtype']))
         if decode(meta, ids) != piece.encode():
-            raise ConfigError(
-                f'the tokenizer {meta["tokenizer"]} loses a part of the text {piece[:40]!r}...; take one that works on bytes, '
-                f'like --tokenizer=gpt2.'
-            )
+            why = f'the tokenizer {meta["tokenizer"]} loses a part of the text {piece[:40]!r}...'
+            raise ConfigError(f'{why}; take one that works on bytes, like --tokenizer=gpt2.')
     return np.concatenate(parts)
 
 
@@ -220,12 +216,30 @@ def within(name, value, low, high, why):
         raise ConfigError(f'{name}={value} is not possible: {why}; the nearest is {name}={min(max(value, low), high)}.')
 
 
+def check_fraction(value):
+    if not 0 < value < 1:
+        raise ConfigError(f'val_fraction={value:g} is not between 0 and 1; write it like val_fraction=0.05.')
+
+
 def file_sha256(path):
-    digest = hashlib.sha256()
     with open(path, 'rb') as f:
-        while block := f.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, 'sha256').hexdigest()
+
+
+def settings_of(config, *left_out):
+    """The settings that decide what a dataset holds, for its meta.json."""
+    return {name: value for name, value in asdict(config).items() if name not in ('out', 'overwrite', *left_out)}
+
+
+def source_names(source):
+    """What meta.json says of the sources: names without the folders of one machine."""
+    return ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in source.split(',') if s.strip())
+
+
+def smallest(digests, fraction):
+    """The digests that make val: the smallest `fraction` of the distinct ones, at least one, and one at least stays out."""
+    distinct = sorted(set(digests))
+    return set(distinct[: min(max(round(fraction * len(distinct)), 1), len(distinct) - 1)])
 
 
 def is_ready(out, overwrite, wanted):
@@ -308,8 +322,7 @@ class TextConfig:
     overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        if not 0 < self.val_fraction < 1:
-            raise ConfigError(f'val_fraction={self.val_fraction:g} is not between 0 and 1; write it like val_fraction=0.05.')
+        check_fraction(self.val_fraction)
         if not self.out:
             raise ConfigError("out='' names no folder; write it like out=data/stdlib.")
 
@@ -354,11 +367,8 @@ def make_text(config):
     The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So a split
     depends on the set of documents alone, and copies of one document never end up on both sides. Memory: the largest file.
     """
-    about = f'Python standard library {platform.python_version()}'
-    if config.source:
-        about = ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in config.source.split(',') if s.strip())
-    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite')}
-    wanted = {'kind': 'text', 'source': about, 'settings': settings} | tokenizer_meta(config.tokenizer)
+    about = source_names(config.source) if config.source else f'Python standard library {platform.python_version()}'
+    wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config)} | tokenizer_meta(config.tokenizer)
     if is_ready(config.out, config.overwrite, wanted):
         return
 
@@ -376,13 +386,10 @@ def make_text(config):
     if binary or empty:
         names = ', '.join(os.path.basename(p) for p in binary[:3]) + (', ...' if len(binary) > 3 else '')
         print(f'skipped {len(binary)} files that are not UTF-8 text{names and f" ({names})"} and {empty} empty files')
-    distinct = sorted(set(documents.values()))
-    if len(distinct) < 2:
-        raise ConfigError(
-            f'source={config.source or about} holds {len(distinct)} different text files, and train and val need one each; '
-            'name more files, or split one.'
-        )
-    in_val = set(distinct[: min(max(round(config.val_fraction * len(distinct)), 1), len(distinct) - 1)])
+    if (distinct := len(set(documents.values()))) < 2:
+        why = f'source={config.source or about} holds {distinct} different text files, and train and val need one each'
+        raise ConfigError(f'{why}; name more files, or split one.')
+    in_val = smallest(documents.values(), config.val_fraction)
 
     splits = {name: {'tokens': 0, 'documents': 0} for name in ('train', 'val')}
     with work_folder(config.out) as work:
@@ -435,16 +442,13 @@ def list_corpus(config):
             builder = datasets.load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
             return [[str(path), 1] for path in builder.config.data_files['train']]  # each names its revision
         except Exception as e:  # whatever its many layers raise
-            raise ConfigError(
-                f'HuggingFaceFW/fineweb-edu could not be reached ({type(e).__name__}); --source=FILES takes files on this disk.'
-            ) from None
+            why = f'HuggingFaceFW/fineweb-edu could not be reached ({type(e).__name__})'
+            raise ConfigError(f'{why}; --source=FILES takes files on this disk.') from None
     files = find_files(TextConfig(source=config.source, extensions='parquet,jsonl,txt,py', out=config.out))
     for path in files:
         if path.endswith('.py'):
-            raise ConfigError(
-                f'source={config.source} holds the script {os.path.basename(path)}, and no code of a dataset is run; name its '
-                f'data, like --source={os.path.dirname(path)}/*.parquet.'
-            )
+            why = f'source={config.source} holds the script {os.path.basename(path)}, and no code of a dataset is run'
+            raise ConfigError(f'{why}; name its data, like --source={os.path.dirname(path)}/*.parquet.')
         if not path.endswith(('.parquet', '.jsonl', '.txt')):
             raise ConfigError(f'{path} is no parquet, jsonl or txt file; convert it to one of them.')
         if not os.path.getsize(path):
@@ -544,14 +548,14 @@ def tokenise_all(work, workers, *shared):
     context, waiting = multiprocessing.get_context('spawn'), deque()
     try:
         with ProcessPoolExecutor(workers, context, start_worker, shared) as pool:
-            for position, share, entries in work:
-                waiting.append((position, share, pool.submit(tokenise, entries)))
-                if len(waiting) > 3 * workers:  # one long document does not hold up the others, and memory stays bounded
+            for batch in itertools.chain(work, itertools.repeat(None)):
+                if batch:
+                    waiting.append((*batch[:2], pool.submit(tokenise, batch[2])))
+                elif not waiting:
+                    return
+                if not batch or len(waiting) > 3 * workers:  # so many that one long document does not hold up the others
                     position, share, future = waiting.popleft()
                     yield position, share, future.result()
-            while waiting:
-                position, share, future = waiting.popleft()
-                yield position, share, future.result()
     except BrokenProcessPool:
         raise ConfigError('a process was killed, perhaps for its memory; start again with fewer --workers.') from None
 
@@ -631,10 +635,8 @@ def check_space(config, files, itemsize, there):
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if (free := shutil.disk_usage(folder).free) < need:
-        raise ConfigError(
-            f'out={config.out} needs about {need / 1e9:.3g} GB and its disk has {free / 1e9:.3g} GB free; choose another disk, '
-            f'or --limit_tokens={int((free + there) / itemsize * 0.9)}.'
-        )
+        why = f'out={config.out} needs about {need / 1e9:.3g} GB and its disk has {free / 1e9:.3g} GB free'
+        raise ConfigError(f'{why}; choose another disk, or --limit_tokens={int((free + there) / itemsize * 0.9)}.')
 
 
 def read_unfinished(config, path, identity):
@@ -645,9 +647,8 @@ def read_unfinished(config, path, identity):
         with open(path, encoding='utf-8') as f:
             state = json.load(f)
         if state['identity'] != identity:
-            raise ConfigError(
-                f'out={config.out} holds unfinished work with other settings; choose another out, or --overwrite=True.'
-            )
+            why = f'out={config.out} holds unfinished work with other settings'
+            raise ConfigError(f'{why}; choose another out, or --overwrite=True.')
         if config.source and state['files'] != list_corpus(config):
             raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
     except (ValueError, LookupError, TypeError):
@@ -663,11 +664,8 @@ def make_fineweb_edu(config):
     and the largest document.
     """
     meta = tokenizer_meta(config.tokenizer)
-    about = 'HuggingFaceFW/fineweb-edu sample-' + config.subset
-    if config.source:
-        about = ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in config.source.split(',') if s.strip())
-    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite', 'workers')}
-    wanted = {'kind': 'text', 'source': about, 'settings': settings} | meta
+    about = source_names(config.source) if config.source else 'HuggingFaceFW/fineweb-edu sample-' + config.subset
+    wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config, 'workers')} | meta
     path, done = (os.path.join(config.out, name) for name in ('unfinished.json', 'meta.json'))
     if os.path.exists(path) and os.path.exists(done):  # killed at its very last step
         os.remove(path)
@@ -761,11 +759,8 @@ class S5Config:
         for name in ('dictionary_size', 'distractors'):
             if not self.retrieval and getattr(self, name):
                 raise ConfigError(f'{name}={getattr(self, name)} needs a dictionary; set retrieval=True or {name}=0.')
-            if self.retrieve_by == 'state' and getattr(self, name):
-                raise ConfigError(
-                    f'{name}={getattr(self, name)} is not possible with retrieve_by=state, where every element '
-                    f'is a key; set {name}=0.'
-                )
+            if self.retrieve_by == 'state' and (value := getattr(self, name)):
+                raise ConfigError(f'{name}={value} fits no retrieve_by=state, where every element is a key; set {name}=0.')
         if self.retrieve_by == 'state' and not self.retrieval:
             raise ConfigError('retrieve_by=state needs a dictionary; set retrieval=True or retrieve_by=action.')
         elements, actions = math.factorial(self.group), len(self.action_ids)
@@ -857,10 +852,9 @@ def plan(config):
         left = {s: supply[s] - taken[s] if split == 'train' else quarter[s] for s in lengths}
         wanted, most = getattr(config, f'n_{split}'), sum(left.values())
         if wanted > most:
-            raise ConfigError(
-                f'n_{split}={wanted} is not possible: of the {sum(supply[s] for s in lengths)} different examples with '
-                f'{name}={getattr(config, name)} there are {most} for {split}; lower n_{split} or allow more steps.'
-            )
+            there = f'of the {sum(supply[s] for s in lengths)} different examples with {name}={getattr(config, name)}'
+            why = f'n_{split}={wanted} is not possible: {there} there are {most} for {split}'
+            raise ConfigError(f'{why}; lower n_{split} or allow more steps.')
         weight = {s: Fraction(s**-config.length_bias) for s in lengths}
         shares[split], total = {}, sum(weight.values())
         for s in sorted(lengths, key=lambda s: left[s] / weight[s]):  # the scarcest first: what it lacks goes to the others
@@ -956,8 +950,7 @@ def make_s5(config):
     Vocabulary: n! elements, then n_values values, delimiter, slot, pad; it is the same with and without retrieval.
     """
     out = config.out or f'data/s{config.group}'
-    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite')}
-    wanted = {'kind': 'task', 'task': 's5', 'settings': settings}
+    wanted = {'kind': 'task', 'task': 's5', 'settings': settings_of(config)}
     if is_ready(out, config.overwrite, wanted):
         return
     names = ['p' + ''.join(map(str, p)) for p in itertools.permutations(range(config.group))]
@@ -982,7 +975,36 @@ def make_s5(config):
 # Tasks made of text: a prompt, then a response that ends in `#### answer`
 
 
-def write_task(config, out, meta, examples, longest=0, drop_longer=False):
+@dataclass
+class TextTaskConfig:
+    """The settings that every task made of text has."""
+
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
+    drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
+    score_prompt: bool = key(False, 'train on the prompt too')
+    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
+    out: str = key('', 'the folder to write; empty: data/ and the name of the dataset')
+    overwrite: bool = key(False, 'replace what `out` holds')
+
+    def check(self):
+        within('longest', self.longest, 0, 10**6, 'a limit is 1 to 10^6 tokens, and 0 is none')
+        if self.drop_longer and not self.longest:
+            raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
+
+
+def make_task(task, config):
+    """A task made of text: its examples, drawn from a seed or read, as write_task() writes them."""
+    out, wanted = config.out or f'data/{task}', {'kind': 'task', 'task': task, 'settings': settings_of(config, 'source')}
+    if isinstance(config, QuestionConfig):
+        wanted['source'] = source_names(config.source) if config.source else HUB[task][0]
+    wanted |= tokenizer_meta(config.tokenizer)
+    if not is_ready(out, config.overwrite, wanted):
+        examples = read_questions(task, config) if isinstance(config, QuestionConfig) else draw_task(config)
+        write_task(config, out, wanted, examples)
+
+
+def write_task(config, out, meta, examples):
     """Writes {split: [{'prompt', 'response', 'answer', 'depth'}]} as SPLIT.npz and, as it is, SPLIT.jsonl, one a line.
 
     A row of tokens (N, T) is: document token, prompt, response, document token, padding. Targets (N, T) are those of the next
@@ -992,18 +1014,16 @@ def write_task(config, out, meta, examples, longest=0, drop_longer=False):
     to decode from; steps (N,) is the depth. Examples above `longest` tokens (0: any length) are left out with drop_longer;
     otherwise they are a ConfigError, before anything is written.
     """
-    bound = meta['document_token']
+    bound, longest = meta['document_token'], config.longest
     meta = meta | {'pad_token': bound, 'aligned': False, 'scores': {}, 'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
     examples, rows = dict(examples), {}
     for name, of in examples.items():
         encoded = [(tokens_of(meta, e['prompt'].encode()), tokens_of(meta, e['response'].encode(), opens=False)) for e in of]
         lengths = [len(p) + len(r) + 1 for p, r in encoded]
         fits = [not longest or n <= longest for n in lengths]
-        if not all(fits) and not (drop_longer and any(fits)):
-            raise ConfigError(
-                f'{fits.count(False)} of the {len(fits)} examples of {name} are above longest={longest} tokens, the longest '
-                f'has {max(lengths)}; take longest={max(lengths)}, or drop_longer=True where some fit.'
-            )
+        if not all(fits) and not (config.drop_longer and any(fits)):
+            why = f'{fits.count(False)} of the {len(fits)} examples of {name} are above longest={longest} tokens'
+            raise ConfigError(f'{why}; take longest={max(lengths)}, the longest, or drop_longer=True where some fit.')
         if not all(fits):
             print(f'{name}: left out {fits.count(False)} examples above {longest} tokens')
         examples[name] = list(itertools.compress(of, fits))
@@ -1136,137 +1156,123 @@ PEOPLE = 'Ann Ben Cal Dan Eva Fay Gus Hal Ida Jon Kim Leo Mia Ned Ora Pat Quin R
 
 
 @dataclass
-class AssignmentConfig:
-    depth: str = key('1-4', 'aliases between the variable asked for and its number, in train and val: a number or a range')
+class DrawnConfig(TextTaskConfig):
+    """The settings of a task made from a seed. A subclass has its own `depth`, and draw(rng, depth) -> (prompt, answer)."""
+
+    depth: str = key('1-4', '')
     test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
-    variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
-    values: str = key('0-99', 'the numbers that variables are given, a range')
-    form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ('plain', 'words', 'code'))
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
-    score_prompt: bool = key(False, 'train on the prompt too')
-    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
     seed: int = key(0, 'of all draws')
     n_train: int = key(100_000, 'examples of train')
     n_val: int = key(2_000, 'examples of val')
     n_test: int = key(2_000, 'examples of test')
-    out: str = key('data/variable_assignment', 'the folder to write')
-    overwrite: bool = key(False, 'replace what `out` holds')
+
+    most = 25  # the greatest depth that can be asked for
+
+    def depths(self, split):
+        """The depths of a split, as a range."""
+        name = 'test_depth' if split == 'test' and self.test_depth else 'depth'
+        return number_range(name, getattr(self, name), 1, self.most, f'a depth is 1 to {self.most}')
+
+    @property
+    def deepest(self):
+        return max(self.depths(split)[-1] for split in ('train', 'test'))
 
     def check(self):
-        deepest = check_drawn(self, 25)
-        why = f'a chain of {deepest} aliases has {deepest + 1} variables, and there are 26 names'
-        within('variables', self.variables, deepest + 1, 26, why)
-        number_range('values', self.values, 0, 10**8, 'numbers are 0 to 10^8')
-
-
-def draw_assignment(config, rng, depth):
-    """(prompt, answer): every statement gives a variable a number or an earlier variable; the last one of the chain is asked
-    for. Distractors may be aliases of the chain's variables."""
-    names = rng.sample(PEOPLE if config.form == 'words' else LETTERS, config.variables)
-    chain = sorted(rng.sample(range(config.variables), depth + 1))
-    previous = dict(zip(chain, [None, *chain], strict=False))
-    values = number_range('values', config.values, 0, 10**8, '')
-    said, value = [], []
-    for i in range(config.variables):
-        alias = previous[i] if i in previous else rng.choice([None, rng.randrange(i)]) if i else None
-        value.append(rng.choice(values) if alias is None else value[alias])
-        said.append((names[i], value[i] if alias is None else names[alias], alias is None))
-    asked = names[chain[-1]]
-    if config.form == 'plain':
-        prompt = ''.join(f'{name}={what}; ' for name, what, _ in said) + f'{asked}?\n'
-    elif config.form == 'code':
-        prompt = ''.join(f'{name} = {what}\n' for name, what, _ in said) + f'print({asked})\n'
-    else:
-        has = ('{} has as many marbles as {}. ', '{} has {} marbles. ')
-        prompt = ''.join(has[direct].format(name, what) for name, what, direct in said)
-        prompt += f'How many marbles does {asked} have?\n'
-    return prompt, str(value[chain[-1]])
+        TextTaskConfig.check(self)
+        within('seed', self.seed, 0, math.inf, 'a seed is not negative')
+        for name in ('n_train', 'n_val', 'n_test'):
+            within(name, getattr(self, name), 1, 10**7, 'a split has 1 to 10^7 examples')
 
 
 @dataclass
-class PathConfig:
-    depth: str = key('2-5', 'edges of the path in train and val: a number or a range')
-    test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
-    width: int = key(3, 'nodes of a layer: one on the path, the others lead astray')
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
-    score_prompt: bool = key(False, 'train on the prompt too')
-    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
-    seed: int = key(0, 'of all draws')
-    n_train: int = key(100_000, 'examples of train')
-    n_val: int = key(2_000, 'examples of val')
-    n_test: int = key(2_000, 'examples of test')
-    out: str = key('data/pathfinding', 'the folder to write')
-    overwrite: bool = key(False, 'replace what `out` holds')
+class AssignmentConfig(DrawnConfig):
+    depth: str = key('1-4', 'aliases between the variable asked for and its number, in train and val: a number or a range')
+    variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
+    values: str = key('0-99', 'the numbers that variables are given, a range')
+    form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ('plain', 'words', 'code'))
 
     def check(self):
-        deepest = check_drawn(self, 300)
-        within('width', self.width, 2, 999 // deepest, f'{deepest} layers of two or more, 1000 nodes at most')
+        DrawnConfig.check(self)
+        least = self.deepest + 1
+        within('variables', self.variables, least, 26, f'a chain of {least - 1} aliases has {least} of the 26 variables')
+        number_range('values', self.values, 0, 10**8, 'numbers are 0 to 10^8')
+
+    def draw(self, rng, depth):
+        """Every statement gives a variable a number or an earlier variable; the last one of the chain is asked for.
+        Distractors may be aliases of the chain's variables."""
+        names = rng.sample(PEOPLE if self.form == 'words' else LETTERS, self.variables)
+        chain = sorted(rng.sample(range(self.variables), depth + 1))
+        previous = dict(zip(chain, [None, *chain], strict=False))
+        values = number_range('values', self.values, 0, 10**8, '')
+        said, value = [], []
+        for i in range(self.variables):
+            alias = previous[i] if i in previous else rng.choice([None, rng.randrange(i)]) if i else None
+            value.append(rng.choice(values) if alias is None else value[alias])
+            said.append((names[i], value[i] if alias is None else names[alias], alias is None))
+        asked = names[chain[-1]]
+        if self.form == 'plain':
+            prompt = ''.join(f'{name}={what}; ' for name, what, _ in said) + f'{asked}?\n'
+        elif self.form == 'code':
+            prompt = ''.join(f'{name} = {what}\n' for name, what, _ in said) + f'print({asked})\n'
+        else:
+            has = ('{} has as many marbles as {}. ', '{} has {} marbles. ')
+            prompt = ''.join(has[direct].format(name, what) for name, what, direct in said)
+            prompt += f'How many marbles does {asked} have?\n'
+        return prompt, str(value[chain[-1]])
 
 
-def draw_path(config, rng, depth):
-    """(prompt, answer): the edges of a layered graph in random order, then start and goal; the nodes of the shortest path.
+@dataclass
+class PathConfig(DrawnConfig):
+    depth: str = key('2-5', 'edges of the path in train and val: a number or a range')
+    width: int = key(3, 'nodes of a layer: one on the path, the others lead astray')
 
-    A path node has one edge into it from the layer before, from the path. The other nodes of a layer are reached from one or
-    two nodes of the layer before, and some lead sideways to the path's node of their layer: longer ways. Those of the
-    goal's layer lead nowhere. So exactly one path has `depth` edges, and no path has fewer.
-    """
-    deepest = max(number_range('depth', text, 1, 300, '')[-1] for text in (config.depth, config.test_depth or config.depth))
-    labels = rng.sample(range(100 if 1 + deepest * config.width <= 100 else 1000), 1 + depth * config.width)
-    layers = [labels[:1]] + [labels[1 + i * config.width :][: config.width] for i in range(depth)]  # the path's node first
-    edges = []
-    for i, (before, layer) in enumerate(itertools.pairwise(layers), start=1):
-        edges.append((before[0], layer[0]))
-        for node in layer[1:]:
-            edges += [(b, node) for b in rng.sample(before, rng.randint(1, min(2, len(before))))]
-            if i < depth and rng.random() < 0.25:
-                edges.append((node, layer[0]))
-    rng.shuffle(edges)
-    prompt = ' '.join(f'{a}>{b}' for a, b in edges) + f'\n{layers[0][0]} to {layers[-1][0]}?\n'
-    return prompt, ' '.join(str(layer[0]) for layer in layers)
+    most = 300
+
+    def check(self):
+        DrawnConfig.check(self)
+        within('width', self.width, 2, 999 // self.deepest, f'{self.deepest} layers of two or more, 1000 nodes at most')
+
+    def draw(self, rng, depth):
+        """The edges of a layered graph in random order, then start and goal; the answer is the nodes of the shortest path.
+
+        A path node has one edge into it from the layer before, from the path. The other nodes of a layer are reached from one
+        or two nodes of the layer before, and some lead sideways to the path's node of their layer: longer ways. Those of the
+        goal's layer lead nowhere. So exactly one path has `depth` edges, and no path has fewer.
+        """
+        width = self.width
+        labels = rng.sample(range(100 if 1 + self.deepest * width <= 100 else 1000), 1 + depth * width)
+        layers = [labels[:1]] + [labels[1 + i * width :][:width] for i in range(depth)]  # the path's node first
+        edges = []
+        for i, (before, layer) in enumerate(itertools.pairwise(layers), start=1):
+            edges.append((before[0], layer[0]))
+            for node in layer[1:]:
+                edges += [(b, node) for b in rng.sample(before, rng.randint(1, min(2, len(before))))]
+                if i < depth and rng.random() < 0.25:
+                    edges.append((node, layer[0]))
+        rng.shuffle(edges)
+        prompt = ' '.join(f'{a}>{b}' for a, b in edges) + f'\n{layers[0][0]} to {layers[-1][0]}?\n'
+        return prompt, ' '.join(str(layer[0]) for layer in layers)
 
 
-def check_drawn(config, most):
-    """ConfigError for an impossible depth, seed or count of a task made from a seed; returns its greatest depth."""
-    ranges = [
-        number_range('depth', config.depth, 1, most, f'a depth is 1 to {most}'),
-        number_range('test_depth', config.test_depth or config.depth, 1, most, f'a depth is 1 to {most}'),
-    ]
-    within('seed', config.seed, 0, math.inf, 'a seed is not negative')
-    for name in ('n_train', 'n_val', 'n_test'):
-        within(name, getattr(config, name), 1, 10**7, 'a split has 1 to 10^7 examples')
-    return max(r[-1] for r in ranges)
-
-
-def make_drawn(task, draw, config):
-    """A task made from a seed: every split spreads its examples evenly over its depths, and no prompt occurs twice.
-
-    ConfigError when a thousand draws of a depth bring nothing new.
-    """
-    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite')}
-    wanted = {'kind': 'task', 'task': task, 'settings': settings} | tokenizer_meta(config.tokenizer)
-    if is_ready(config.out, config.overwrite, wanted):
-        return
+def draw_task(config):
+    """{split: examples} of a task made from a seed: every split spreads its examples evenly over its depths, and no prompt
+    occurs twice. ConfigError when a thousand draws of a depth bring nothing new."""
     examples, seen = {'train': [], 'val': [], 'test': []}, set()
     total = config.n_train + config.n_val + config.n_test
     with tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
         for split in ('test', 'val', 'train'):  # test and val first: they stay the same for any n_train
-            text = config.test_depth if split == 'test' and config.test_depth else config.depth
-            depths, rng = number_range('depth', text, 1, 300, ''), random.Random(f'{config.seed} {split}')
-            for i in range(getattr(config, f'n_{split}')):
+            depths, rng, wanted = config.depths(split), random.Random(f'{config.seed} {split}'), getattr(config, f'n_{split}')
+            for i in range(wanted):
                 depth = depths[i % len(depths)]
-                for _ in range(1_000):
-                    prompt, answer = draw(config, rng, depth)
-                    if prompt not in seen:
-                        break
-                else:
-                    raise ConfigError(
-                        f'n_{split}={getattr(config, f"n_{split}")} is not possible: new examples of depth {depth} run out '
-                        f'after {i}; lower n_{split}, or allow more depths or a larger example.'
-                    )
+                fresh = (example for _ in range(1_000) if (example := config.draw(rng, depth))[0] not in seen)
+                prompt, answer = next(fresh, (None, None))
+                if prompt is None:
+                    why = f'n_{split}={wanted} is not possible: new examples of depth {depth} run out after {i}'
+                    raise ConfigError(f'{why}; lower n_{split}, or allow more depths or a larger example.')
                 seen.add(prompt)
                 examples[split].append({'prompt': prompt, 'response': f'#### {answer}', 'answer': answer, 'depth': depth})
                 progress.update()
-    write_task(config, config.out, wanted, examples)
+    return examples
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -1284,72 +1290,56 @@ HUB = {  # what `datasets` loads: plain files, no code of theirs
 
 
 @dataclass
-class QuestionConfig:
+class QuestionConfig(TextTaskConfig):
     source: str = key('', 'a jsonl, json or parquet file of the same format, or a folder of them; empty: the hub')
     val_fraction: float = key(0.05, 'share of the examples that goes to val where the source has train or val alone')
-    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
-    drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
-    score_prompt: bool = key(False, 'train on the prompt too')
-    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
-    out: str = key('', 'the folder to write; empty: data/ and the name of the dataset')
-    overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        if not 0 < self.val_fraction < 1:
-            raise ConfigError(f'val_fraction={self.val_fraction:g} is not between 0 and 1; write it like val_fraction=0.05.')
-        within('longest', self.longest, 0, 10**6, 'a limit is 1 to 10^6 tokens, and 0 is none')
-        if self.drop_longer and not self.longest:
-            raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
+        TextTaskConfig.check(self)
+        check_fraction(self.val_fraction)
 
 
 def read_rows(path):
     """The rows of a jsonl, json (a list) or parquet file; ConfigError for what is none."""
+    where = ''
     try:
         if path.endswith('.parquet'):
-            try:
-                return extra('pyarrow.parquet').read_table(path).to_pylist()
-            except extra('pyarrow').ArrowException as e:
-                raise ValueError(e) from None
+            return extra('pyarrow.parquet').read_table(path).to_pylist()
         text = Path(path).read_bytes().decode('utf-8')
         rows = json.loads(text or '[]') if path.endswith('.json') else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')
         for number, line in enumerate(text.split('\n') if path.endswith('.jsonl') else (), start=1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except ValueError as e:
-                    raise ValueError(f'line {number}: {e}') from None
+            where = f'line {number}: '
+            rows += [json.loads(line)] if line.strip() else []
         return rows
-    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ConfigError(f'{path} cannot be read ({e}); it should hold one JSON object a row.') from None
-
-
-def read_source(source):
-    """{'train' | 'val' | 'test': [(where, row)]} of a file or of the data files in a folder, told by the words train, val,
-    valid, validation, dev and test in their names; a name with none of them is train."""
-    found, ends = {}, ('.jsonl', '.json', '.parquet')
-    source = os.path.expanduser(source)
-    paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
-    if not os.path.exists(source):
-        raise ConfigError(f'source={source} is not there; name a file or a folder.')
-    paths = [p for p in paths if p.endswith(ends) and os.path.isfile(p)]
-    if not paths:
-        raise ConfigError(f'source={source} is no file, and holds none, that ends in {", ".join(ends)}; name one that is.')
-    for path in paths:
-        rows = read_rows(path)
-        if not rows:
-            raise ConfigError(f'{path} is empty; leave it out of the source.')
-        found.setdefault(split_named(os.path.basename(path)), []).extend(
-            (f'{path}, example {number}', row) for number, row in enumerate(rows, start=1)
-        )
-    return found
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as e:  # of three parsers
+        raise ConfigError(f'{path} cannot be read ({where}{e}); it should hold one JSON object a row.') from None
 
 
 def split_named(name):
+    """The split of a file or of a part of a hub's dataset, by the words in its name; one with none of them is train."""
     words = re.split(r'[^a-z]+', name.lower())
     return 'test' if 'test' in words else 'val' if {'val', 'valid', 'validation', 'dev'} & {*words} else 'train'
+
+
+def read_source(source):
+    """{'train' | 'val' | 'test': [(where, row)]} of a file or of the data files in a folder, told apart by their names."""
+    found, source = {}, os.path.expanduser(source)
+    if not os.path.exists(source):
+        raise ConfigError(f'source={source} is not there; name a file or a folder.')
+    paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
+    paths = [p for p in paths if p.endswith(('.jsonl', '.json', '.parquet')) and os.path.isfile(p)]
+    if not paths:
+        raise ConfigError(f'source={source} is no jsonl, json or parquet file, and holds none; name one that is.')
+    for path in paths:
+        rows = [(f'{path}, example {number}', row) for number, row in enumerate(read_rows(path), start=1)]
+        if not rows:
+            raise ConfigError(f'{path} is empty; leave it out of the source.')
+        found.setdefault(split_named(os.path.basename(path)), []).extend(rows)
+    return found
 
 
 def read_hub(task):
@@ -1359,11 +1349,8 @@ def read_hub(task):
     try:
         found = load_dataset(path, **options)
     except Exception as e:  # of the hub, the network, the cache: dozens of classes
-        said = ' '.join(str(e).split())[:200]
-        raise ConfigError(
-            f'{task} could not be loaded from the hub ({type(e).__name__}: {said}); try again with a network, or name local '
-            'files by source.'
-        ) from None
+        why = f'{task} could not be loaded from the hub ({type(e).__name__}: {" ".join(str(e).split())[:200]})'
+        raise ConfigError(f'{why}; try again with a network, or name local files by source.') from None
     return {split_named(name): [(f'{task}, {name} {i}', row) for i, row in enumerate(of, 1)] for name, of in found.items()}
 
 
@@ -1403,18 +1390,12 @@ def question_example(task, row):
     return {'prompt': question + '\n', 'response': response, 'answer': answer, 'depth': depth}
 
 
-def make_questions(task, config):
-    """A question-answer dataset: train, val and test as its source has them; test alone is for evaluation alone.
+def read_questions(task, config):
+    """{split: examples} of a question-answer dataset as its source has them; test alone is for evaluation alone.
 
-    Where only one of train and val is there, the prompts with the smallest sha256 make val: val_fraction of the distinct
-    ones, at least one. What a later split holds is left out of an earlier one, in the order train, val, test.
+    Where only one of train and val is there, the prompts with the smallest sha256 make val. What a later split holds is left
+    out of an earlier one, in the order train, val, test.
     """
-    out = config.out or f'data/{task}'
-    settings = {k: v for k, v in asdict(config).items() if k not in ('source', 'out', 'overwrite')}
-    about = os.path.basename(os.path.normpath(config.source)) if config.source else HUB[task][0]
-    wanted = {'kind': 'task', 'task': task, 'source': about, 'settings': settings} | tokenizer_meta(config.tokenizer)
-    if is_ready(out, config.overwrite, wanted):
-        return
     examples = {}
     for split, rows in (read_source(config.source) if config.source else read_hub(task)).items():
         examples[split] = []
@@ -1426,61 +1407,44 @@ def make_questions(task, config):
             except (TypeError, ValueError, AttributeError, IndexError) as e:
                 raise ConfigError(f'{where} is not of the form of {task} ({e}).') from None
     if ('train' in examples) != ('val' in examples):
-        pool = examples.pop('train', None) or examples.pop('val')
-        digest = {e['prompt']: hashlib.sha256(e['prompt'].encode()).digest() for e in pool}
-        n_val = min(max(round(config.val_fraction * len(digest)), 1), len(digest) - 1)
-        val = set(sorted(digest, key=digest.get)[:n_val])
-        examples['train'] = [e for e in pool if e['prompt'] not in val]
-        examples['val'] = [e for e in pool if e['prompt'] in val]
+        pool = [(hashlib.sha256(e['prompt'].encode()).digest(), e) for e in examples.get('train') or examples['val']]
+        in_val = smallest([digest for digest, _ in pool], config.val_fraction)
+        for name in ('train', 'val'):
+            examples[name] = [e for digest, e in pool if (digest in in_val) == (name == 'val')]
     examples, later = {name: examples[name] for name in ('train', 'val', 'test') if name in examples}, set()
     for name in reversed(examples):
         of = [e for e in examples[name] if e['prompt'] not in later]
         if copies := len(examples[name]) - len(of):
             print(f'{name}: left out {copies} examples that another split holds')
         if not of:
-            raise ConfigError(f'source={about} has no example for {name} alone; train and val need different ones.')
+            raise ConfigError(f'the source of {task} has no example for {name} alone; train and val need different ones.')
         examples[name] = of
         later.update(e['prompt'] for e in of)
-    write_task(config, out, wanted, examples, config.longest, config.drop_longer)
+    return examples
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
 
-DATASETS = {
+SEEDED, QUESTIONS = 'any number of examples, no network', 'network, or local files'
+DATASETS = {  # name: its settings, what makes it, and its line in the list
     'text': (TextConfig, make_text, 'your text files, or the Python standard library: 12 MB, no network'),
     'fineweb_edu': (
         FineWebEduConfig,
         make_fineweb_edu,
-        'educational web pages: 20 or 200 GB, network; or your parquet, jsonl and txt files, no network',
+        'web pages: 20 or 200 GB, network; or your parquet, jsonl, txt files',
     ),
-    's5': (S5Config, make_s5, 'permutations to compose and values to look up: any number of examples, no network'),
-    'variable_assignment': (
-        AssignmentConfig,
-        functools.partial(make_drawn, 'variable_assignment', draw_assignment),
-        'chains of aliases among distractors, the value of a variable: any number of examples, no network',
-    ),
-    'pathfinding': (
-        PathConfig,
-        functools.partial(make_drawn, 'pathfinding', draw_path),
-        'the unique shortest path through a layered graph with dead ends: any number of examples, no network',
-    ),
-    'prosqa': (QuestionConfig, functools.partial(make_questions, 'prosqa'), '18,686 logical questions about a graph; network'),
-    'gsm8k': (QuestionConfig, functools.partial(make_questions, 'gsm8k'), '8,792 word problems with reasoning; network'),
-    'gsm8k_aug': (
-        QuestionConfig,
-        functools.partial(make_questions, 'gsm8k_aug'),
-        '386,000 word problems with equations as reasoning; network',
-    ),
-    'hotpotqa': (
-        QuestionConfig,
-        functools.partial(make_questions, 'hotpotqa'),
-        '97,852 questions over ten paragraphs, without test; network',
-    ),
-    'math500': (
-        QuestionConfig,
-        functools.partial(make_questions, 'math500'),
-        '500 competition problems, test alone: for evaluation; network',
-    ),
+    's5': (S5Config, make_s5, f'permutations to compose and values to look up: {SEEDED}'),
+} | {
+    task: (config_class, functools.partial(make_task, task), line)
+    for task, config_class, line in (
+        ('variable_assignment', AssignmentConfig, f'chains of aliases among distractors: {SEEDED}'),
+        ('pathfinding', PathConfig, f'the unique shortest path through a layered graph: {SEEDED}'),
+        ('prosqa', QuestionConfig, f'18,686 logical questions about a graph: {QUESTIONS}'),
+        ('gsm8k', QuestionConfig, f'8,792 word problems with reasoning: {QUESTIONS}'),
+        ('gsm8k_aug', QuestionConfig, f'386,000 word problems with equations as reasoning: {QUESTIONS}'),
+        ('hotpotqa', QuestionConfig, f'97,852 questions over ten paragraphs, without test: {QUESTIONS}'),
+        ('math500', QuestionConfig, f'500 competition problems, test alone, for evaluation: {QUESTIONS}'),
+    )
 }
 
 
