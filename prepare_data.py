@@ -40,6 +40,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import jinja2.ext
+import jinja2.sandbox
 import numpy as np
 from tqdm import tqdm
 
@@ -48,6 +50,7 @@ from configurator import ConfigError, fail, key, nearest, parse, reporting
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
 DOCUMENT_NAMES = ('<|begin_of_text|>', '<|endoftext|>', '<s>', '<bos>', '</s>')  # of a tokenizer.json, in order of preference
 PIECES = re.compile(r'(train|val|test)(-\d{5,})?\.(bin|npz|jsonl)|(meta|unfinished)\.json(\.tmp)?')  # every file of a dataset
+BREAK = '\ud800'  # half of a surrogate pair, which no text holds
 PIECE_LENGTH = 2**20  # bytes of text handed to a process at once
 ENCODED_AT_ONCE = 2**17  # characters; on longer runs of one kind tiktoken is slow, and at a million spaces it gives up
 STDLIB_LEAVES_OUT = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}  # installed packages and tests
@@ -140,17 +143,23 @@ def load_tokenizer(name, text=None):
     return lambda piece: tokenizer.encode(piece, add_special_tokens=False).ids, pieces, document
 
 
+def tokenizer_file(name):
+    """The path of the tokenizer.json that a tokenizer setting names, itself or by its folder; None for another tokenizer."""
+    path = Path(name).expanduser()
+    return path if name.endswith('.json') else path / 'tokenizer.json' if (path / 'tokenizer.json').is_file() else None
+
+
 def tokenizer_meta(name):
-    """What meta.json says of a tokenizer: 'bytes', a tiktoken name, or the path of a tokenizer.json, whose content it keeps.
+    """What meta.json says of a tokenizer: 'bytes', a tiktoken name, or a tokenizer.json or its folder, whose content it keeps.
 
     'token_bytes' are the bytes of each id, 0 for specials. Raises ConfigError for what cannot be loaded.
     """
     about, pieces, document = {'tokenizer': name}, [bytes([b]) for b in range(DOCUMENT_TOKEN)] + [b''], DOCUMENT_TOKEN
-    if name.endswith('.json'):
+    if name != 'bytes' and (path := tokenizer_file(name)):
         try:
-            about = {'tokenizer': 'tokenizer.json', 'tokenizer_json': Path(name).expanduser().read_text('utf-8')}
+            about = {'tokenizer': 'tokenizer.json', 'tokenizer_json': path.read_text('utf-8')}
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f'tokenizer={name} cannot be read ({e}); name a tokenizer.json.') from None
+            raise ConfigError(f'tokenizer={name} cannot be read ({e}); name a tokenizer.json or its folder.') from None
     if name != 'bytes':
         _, pieces, document = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
     sizes = {'vocab_size': len(pieces), 'document_token': document, 'token_bytes': [len(p) for p in pieces]}
@@ -204,6 +213,104 @@ def tokens_of(meta, content, opens=True):
             why = f'the tokenizer {meta["tokenizer"]} loses a part of the text {piece[:40]!r}...'
             raise ConfigError(f'{why}; take one that works on bytes, like --tokenizer=gpt2.')
     return np.concatenate(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Conversations
+
+
+class Generation(jinja2.ext.Extension):
+    """The tag by which some templates mark what the assistant says; here it changes nothing."""
+
+    tags = {'generation'}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(['name:endgeneration'], drop_needle=True)
+
+
+@functools.lru_cache(maxsize=4)
+def compile_template(template):
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, 'jinja2.ext.loopcontrols']
+    ).from_string(template)
+
+
+def render(meta, messages, add_generation_prompt=True):
+    """The text of a conversation by the chat template in `meta`; ConfigError for one that the template refuses.
+
+    A template gets what those of Hugging Face models expect, except the date: the same conversation has the same ids every day.
+    """
+
+    def raise_exception(said):
+        raise ValueError(said)
+
+    given = {'messages': messages, 'tools': None, 'documents': None, 'add_generation_prompt': add_generation_prompt}
+    try:
+        return compile_template(meta['chat_template']).render(given | meta['template_tokens'], raise_exception=raise_exception)
+    except Exception as e:  # whatever a template does
+        raise ConfigError(f'the chat template fails ({type(e).__name__}: {e}); take another, or --chat=False.') from None
+
+
+@functools.lru_cache(maxsize=4)
+def special_tokens(tokenizer_json):
+    """({text: id} of the special tokens of a tokenizer.json, pattern that finds them with the spaces that belong to them)."""
+    special = [t for t in json.loads(tokenizer_json).get('added_tokens', []) if t['special']]
+    special.sort(key=lambda t: -len(t['content']))  # the longest counts where several begin
+    parts = (r'\s*' * t.get('lstrip', 0) + re.escape(t['content']) + r'\s*' * t.get('rstrip', 0) for t in special)
+    return {t['content']: t['id'] for t in special}, re.compile('|'.join(parts) or '(?!)')
+
+
+def chat_meta(name, tokenizer_json):
+    """What meta.json keeps of the chat template beside the tokenizer.json that `name` names, {} where there is none.
+
+    'chat_template'; 'template_tokens', the texts such as bos_token that it may write; 'stop_token', the id that ends a turn of
+    the assistant: the special token that the template puts there, or else eos_token. Where conversations open with bos_token,
+    and have it nowhere else, that is the 'document_token'. Raises ConfigError for files that cannot be used.
+    """
+    folder = tokenizer_file(name).parent
+    try:
+        path = folder / 'tokenizer_config.json'
+        about = json.loads(path.read_text('utf-8')) if path.exists() else {}
+        path = folder / 'chat_template.jinja'
+        template = path.read_text('utf-8') if path.exists() else about.get('chat_template')
+        if isinstance(template, list):  # several, by name
+            template = next((t['template'] for t in template if t['name'] == 'default'), None)
+        tokens = {k: v.get('content') if isinstance(v, dict) else v for k, v in about.items() if k.endswith('_token')}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        raise ConfigError(f'{path} cannot be read ({e}); repair it, or take --chat=False.') from None
+    if not template:
+        return {}
+    meta = {'chat_template': template, 'template_tokens': {k: v for k, v in tokens.items() if isinstance(v, str)}}
+    ids, pattern = special_tokens(tokenizer_json)
+    turns = [{'role': role, 'content': f'word{i}'} for i, role in enumerate(('user', 'assistant', 'user'))]
+    end = pattern.search(render(meta, turns[:2], False).rpartition('word1')[2])
+    end = end[0].strip() if end else tokens.get('eos_token')
+    if end not in ids:
+        why = f'the chat template beside {name} ends no turn with a special token of tokenizer.json, nor is eos_token={end} one'
+        raise ConfigError(f'{why}; repair it, or take --chat=False.')
+    meta['stop_token'], text, opening = ids[end], render(meta, turns), tokens.get('bos_token')
+    if opening in ids and text.startswith(opening) and text.count(opening) == 1:
+        meta['document_token'] = ids[opening]
+    return meta
+
+
+def chat_tokens(meta, messages):
+    """Ids (list of int) of a conversation [{'role', 'content'}, ..] under the chat template of a dataset's meta.json, up to
+    where the assistant is to speak. The document token opens it, once, whether the template writes it or not.
+
+    No content becomes a special token: BREAK, which no text holds, goes between the characters of whatever spells one before
+    the template runs. What is found afterwards is the template's, the text between is encoded as ordinary text without BREAK.
+    Raises ConfigError for a conversation that the template refuses.
+    """
+    ids, pattern = special_tokens(meta['tokenizer_json'])
+    said = [m | {'content': pattern.sub(lambda found: BREAK.join([*found[0], '']), m['content'])} for m in messages]
+    text, tokens, start = render(meta, said), [], 0
+    for found in pattern.finditer(text):
+        tokens += [*encode(meta, text[start : found.start()].replace(BREAK, '')), ids[found[0].strip()]]
+        start = found.end()
+    tokens += encode(meta, text[start:].replace(BREAK, ''))
+    return tokens if tokens[:1] == [meta['document_token']] else [meta['document_token'], *tokens]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -979,7 +1086,8 @@ def make_s5(config):
 class TextTaskConfig:
     """The settings that every task made of text has."""
 
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json or its folder')
+    chat: bool = key(True, "ask in the chat template of the tokenizer's folder, where there is one")
     longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
     drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
     score_prompt: bool = key(False, 'train on the prompt too')
@@ -999,27 +1107,43 @@ def make_task(task, config):
     if isinstance(config, QuestionConfig):
         wanted['source'] = source_names(config.source) if config.source else HUB[task][0]
     wanted |= tokenizer_meta(config.tokenizer)
+    if config.chat and 'tokenizer_json' in wanted:
+        wanted |= chat_meta(config.tokenizer, wanted['tokenizer_json'])
     if not is_ready(out, config.overwrite, wanted):
         examples = read_questions(task, config) if isinstance(config, QuestionConfig) else draw_task(config)
         write_task(config, out, wanted, examples)
 
 
+def encode_example(meta, example):
+    """(prompt, response) of an example as arrays of tokens: the document token and the prompt, or the conversation that asks
+    it; the response and the token that ends it."""
+    question, end = example['prompt'], meta.get('stop_token', meta['document_token'])
+    if 'chat_template' in meta:
+        prompt = np.array(chat_tokens(meta, [{'role': 'user', 'content': question.strip()}]), meta['dtype'])
+        if question.strip().encode() not in decode(meta, prompt):
+            raise ConfigError(f'the chat template or its tokenizer changes the text {question[:40]!r}...; take --chat=False.')
+    else:
+        prompt = tokens_of(meta, question.encode())
+    response = [tokens_of(meta, example['response'].encode(), opens=False), np.array([end], meta['dtype'])]
+    return prompt, np.concatenate(response)
+
+
 def write_task(config, out, meta, examples):
     """Writes {split: [{'prompt', 'response', 'answer', 'depth'}]} as SPLIT.npz and, as it is, SPLIT.jsonl, one a line.
 
-    A row of tokens (N, T) is: document token, prompt, response, document token, padding. Targets (N, T) are those of the next
-    token (meta: aligned False; s5 has True): target i is token i + 1 if that is one of the response or the token that ends it,
-    else -1; with score_prompt the prompt's count too. recur_mask (N, T) is True on the response, with recur_on_prompt on the
-    prompt. lengths (N,) in tokens without padding; prompt_lengths (N,) up to the first token of the response, which is what
-    to decode from; steps (N,) is the depth. Examples above `longest` tokens (0: any length) are left out with drop_longer;
-    otherwise they are a ConfigError, before anything is written.
+    A row of tokens (N, T) is: document token, prompt, response, document token, padding; with a chat template the conversation,
+    response, stop_token, padding. Targets (N, T) are those of the next token (meta: aligned False; s5 has True): target i is
+    token i + 1 if that is one of the response or the token that ends it, else -1; with score_prompt the prompt's count too.
+    recur_mask (N, T) is True on the response, with recur_on_prompt on the prompt. lengths (N,) in tokens without padding;
+    prompt_lengths (N,) up to the first token of the response, which is what to decode from; steps (N,) is the depth. Examples
+    above `longest` tokens are left out with drop_longer; otherwise they are a ConfigError, before anything is written.
     """
     bound, longest = meta['document_token'], config.longest
     meta = meta | {'pad_token': bound, 'aligned': False, 'scores': {}, 'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
     examples, rows = dict(examples), {}
     for name, of in examples.items():
-        encoded = [(tokens_of(meta, e['prompt'].encode()), tokens_of(meta, e['response'].encode(), opens=False)) for e in of]
-        lengths = [len(p) + len(r) + 1 for p, r in encoded]
+        encoded = [encode_example(meta, e) for e in of]
+        lengths = [len(p) + len(r) for p, r in encoded]
         fits = [not longest or n <= longest for n in lengths]
         if not all(fits) and not (config.drop_longer and any(fits)):
             why = f'{fits.count(False)} of the {len(fits)} examples of {name} are above longest={longest} tokens'
@@ -1030,12 +1154,12 @@ def write_task(config, out, meta, examples):
         rows[name] = list(itertools.compress(encoded, fits))
     with work_folder(out) as work:
         for name, of in examples.items():
-            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r) + 1) for p, r in rows[name]]).T
+            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r)) for p, r in rows[name]]).T
             shape = len(of), int(lengths.max())
             tokens, recur_mask = np.full(shape, bound, meta['dtype']), np.zeros(shape, dtype=bool)
             targets = np.full(shape, -1, dtype=np.int16 if meta['vocab_size'] <= 2**15 else np.int32)
             for i, (prompt, response) in enumerate(rows.pop(name)):
-                row, p = np.concatenate([prompt, response, tokens[i, :1]]), len(prompt)  # the padding's token ends it
+                row, p = np.concatenate([prompt, response]), len(prompt)
                 scored = 0 if config.score_prompt else p - 1
                 tokens[i, : len(row)] = row
                 targets[i, scored : len(row) - 1] = row[scored + 1 :]
