@@ -18,6 +18,7 @@ import difflib
 import functools
 import glob
 import hashlib
+import heapq
 import importlib
 import itertools
 import json
@@ -146,7 +147,8 @@ def load_tokenizer(name, text=None):
 def tokenizer_file(name):
     """The path of the tokenizer.json that a tokenizer setting names, itself or by its folder; None for another tokenizer."""
     path = Path(name).expanduser()
-    return path if name.endswith('.json') else path / 'tokenizer.json' if (path / 'tokenizer.json').is_file() else None
+    inside = path / 'tokenizer.json'
+    return inside if inside.is_file() else path if name.endswith('.json') else None
 
 
 def tokenizer_meta(name):
@@ -270,15 +272,14 @@ def chat_meta(name, tokenizer_json):
     """
     folder = tokenizer_file(name).parent
     try:
-        path = folder / 'tokenizer_config.json'
-        about = json.loads(path.read_text('utf-8')) if path.exists() else {}
-        path = folder / 'chat_template.jinja'
-        template = path.read_text('utf-8') if path.exists() else about.get('chat_template')
+        about, template = (folder / name for name in ('tokenizer_config.json', 'chat_template.jinja'))
+        about = json.loads(about.read_text('utf-8')) if about.exists() else {}
+        template = template.read_text('utf-8') if template.exists() else about.get('chat_template')
         if isinstance(template, list):  # several, by name
             template = next((t['template'] for t in template if t['name'] == 'default'), None)
         tokens = {k: v.get('content') if isinstance(v, dict) else v for k, v in about.items() if k.endswith('_token')}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        raise ConfigError(f'{path} cannot be read ({e}); repair it, or take --chat=False.') from None
+        raise ConfigError(f'the chat template in {folder} cannot be read ({e}); repair it, or take --chat=False.') from None
     if not template:
         return {}
     meta = {'chat_template': template, 'template_tokens': {k: v for k, v in tokens.items() if isinstance(v, str)}}
@@ -379,6 +380,15 @@ def is_ready(out, overwrite, wanted):
     return True
 
 
+def save_split(work, meta, name, arrays, counts):
+    """Writes the arrays of a task's split into the folder `work`, and into meta what there is: `counts`, the checksum, and
+    waste, the share of its tokens that is padding."""
+    np.savez(f'{work}/{name}.npz', **arrays)
+    waste = 1 - int(arrays['lengths'].sum()) / arrays['tokens'].size
+    meta['longest'][name] = arrays['tokens'].shape[1]
+    meta['splits'][name] = counts | {'waste': round(waste, 4), 'sha256': file_sha256(f'{work}/{name}.npz')}
+
+
 def publish(work, out, meta):
     """Moves the finished files of the folder `work` to `out`; killed at any moment, it leaves no meta.json or a true one."""
     with open(os.path.join(work, 'meta.json'), 'w', encoding='utf-8') as f:
@@ -399,7 +409,8 @@ def clear(out):
 
 def announce(out, meta):
     for name, split in meta['splits'].items():
-        print(f'{name:<5}  ' + '  '.join(f'{v:>11,} {k}' for k, v in split.items() if isinstance(v, int)))
+        waste = f'  {split["waste"]:>6.1%} padding' if 'waste' in split else ''
+        print(f'{name:<5}  ' + '  '.join(f'{v:>11,} {k}' for k, v in split.items() if isinstance(v, int)) + waste)
     print(f'wrote {out}')
 
 
@@ -1067,15 +1078,14 @@ def make_s5(config):
     vocabulary = {'tokenizer': 'names', 'names': names, 'vocab_size': len(names), 'pad_token': len(names) - 1}
     seen, shares = defaultdict(set), plan(config)
     longest, splits = ({name: None for name in ('train', 'val', 'test')} for _ in range(2))
+    meta = wanted | vocabulary | {'aligned': True, 'longest': longest, 'scores': scores, 'splits': splits}
     total = sum(sum(share.values()) for share in shares.values())
     with work_folder(out) as work, tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
         for index, (name, share) in enumerate(shares.items()):  # test and val first: they stay the same for any n_train
             arrays = draw_split(config, index, {s: k for s, k in share.items() if k}, seen, progress)
-            np.savez(f'{work}/{name}.npz', **arrays)
-            longest[name] = arrays['tokens'].shape[1]
-            splits[name] = {'examples': len(arrays['steps']), 'sha256': file_sha256(f'{work}/{name}.npz')}
+            save_split(work, meta, name, arrays, {'examples': len(arrays['steps'])})
         progress.close()
-        publish(work, out, wanted | vocabulary | {'aligned': True, 'longest': longest, 'scores': scores, 'splits': splits})
+        publish(work, out, meta)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -1090,6 +1100,7 @@ class TextTaskConfig:
     chat: bool = key(True, "ask in the chat template of the tokenizer's folder, where there is one")
     longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
     drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
+    pack: int = key(0, 'tokens of a row of train, which several examples share; 0: a row each')
     score_prompt: bool = key(False, 'train on the prompt too')
     recur_on_prompt: bool = key(False, 'read memory on the prompt too')
     out: str = key('', 'the folder to write; empty: data/ and the name of the dataset')
@@ -1097,6 +1108,7 @@ class TextTaskConfig:
 
     def check(self):
         within('longest', self.longest, 0, 10**6, 'a limit is 1 to 10^6 tokens, and 0 is none')
+        within('pack', self.pack, 0, 10**6, 'a row has 1 to 10^6 tokens, and 0 packs nothing')
         if self.drop_longer and not self.longest:
             raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
 
@@ -1128,6 +1140,26 @@ def encode_example(meta, example):
     return prompt, np.concatenate(response)
 
 
+def pack_rows(lengths, size):
+    """The examples (numbers) of each row of `size` tokens, by first fit decreasing: the longest first, each into the first row
+    that has room for it; of equals the earlier first."""
+    rows, with_room = [], [[] for _ in range(size + 1)]  # heaps of rows by the tokens that are left in them
+    first = np.full(size + 1, len(lengths))  # the first row of each heap; len(lengths): none
+    for i in np.argsort(-lengths, kind='stable').tolist():
+        n = int(lengths[i])
+        room = n + int(first[n:].argmin())
+        if first[room] == len(lengths):
+            room, row = size, len(rows)
+            rows.append([])
+        else:
+            row = heapq.heappop(with_room[room])
+            first[room] = with_room[room][0] if with_room[room] else len(lengths)
+        rows[row].append(i)
+        heapq.heappush(with_room[room - n], row)
+        first[room - n] = with_room[room - n][0]
+    return rows
+
+
 def write_task(config, out, meta, examples):
     """Writes {split: [{'prompt', 'response', 'answer', 'depth'}]} as SPLIT.npz and, as it is, SPLIT.jsonl, one a line.
 
@@ -1137,10 +1169,13 @@ def write_task(config, out, meta, examples):
     recur_mask (N, T) is True on the response, with recur_on_prompt on the prompt. lengths (N,) in tokens without padding;
     prompt_lengths (N,) up to the first token of the response, which is what to decode from; steps (N,) is the depth. Examples
     above `longest` tokens are left out with drop_longer; otherwise they are a ConfigError, before anything is written.
+
+    With `pack` a row of train holds several examples, each as it would stand alone, and T is `pack`. Then N counts rows, meta
+    says how many, and prompt_lengths and steps, which belong to one example, are left out.
     """
     bound, longest = meta['document_token'], config.longest
     meta = meta | {'pad_token': bound, 'aligned': False, 'scores': {}, 'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
-    examples, rows = dict(examples), {}
+    examples, encodings = dict(examples), {}
     for name, of in examples.items():
         encoded = [encode_example(meta, e) for e in of]
         lengths = [len(p) + len(r) for p, r in encoded]
@@ -1151,26 +1186,34 @@ def write_task(config, out, meta, examples):
         if not all(fits):
             print(f'{name}: left out {fits.count(False)} examples above {longest} tokens')
         examples[name] = list(itertools.compress(of, fits))
-        rows[name] = list(itertools.compress(encoded, fits))
+        encodings[name] = list(itertools.compress(encoded, fits))
+        if config.pack and name == 'train' and max(lengths) > config.pack:
+            raise ConfigError(f'pack={config.pack} is too short for an example of {max(lengths)} tokens; take that or more.')
     with work_folder(out) as work:
         for name, of in examples.items():
-            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r)) for p, r in rows[name]]).T
-            shape = len(of), int(lengths.max())
+            encoded = encodings.pop(name)
+            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r)) for p, r in encoded]).T
+            packed = config.pack and name == 'train'
+            rows = pack_rows(lengths, config.pack) if packed else [[i] for i in range(len(of))]
+            shape = len(rows), config.pack if packed else int(lengths.max())
             tokens, recur_mask = np.full(shape, bound, meta['dtype']), np.zeros(shape, dtype=bool)
             targets = np.full(shape, -1, dtype=np.int16 if meta['vocab_size'] <= 2**15 else np.int32)
-            for i, (prompt, response) in enumerate(rows.pop(name)):
-                row, p = np.concatenate([prompt, response]), len(prompt)
-                scored = 0 if config.score_prompt else p - 1
-                tokens[i, : len(row)] = row
-                targets[i, scored : len(row) - 1] = row[scored + 1 :]
-                recur_mask[i, 0 if config.recur_on_prompt else p : len(row)] = True
-            arrays = {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask, 'lengths': lengths}
-            steps = np.array([e['depth'] for e in of])
-            np.savez(f'{work}/{name}.npz', **arrays, prompt_lengths=prompt_lengths, steps=steps)
+            for row, members in enumerate(rows):
+                start = 0
+                for prompt, response in (encoded[i] for i in members):
+                    p, end = start + len(prompt), start + len(prompt) + len(response)
+                    tokens[row, start:p], tokens[row, p:end] = prompt, response
+                    scored = start if config.score_prompt else p - 1
+                    targets[row, scored : end - 1] = tokens[row, scored + 1 : end]
+                    recur_mask[row, start if config.recur_on_prompt else p : end] = True
+                    start = end
+            arrays = {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask}
+            arrays['lengths'] = np.array([lengths[members].sum() for members in rows])
+            if not packed:
+                arrays |= {'prompt_lengths': prompt_lengths, 'steps': np.array([e['depth'] for e in of])}
             with open(f'{work}/{name}.jsonl', 'w', encoding='utf-8') as f:
                 f.writelines(json.dumps(e, ensure_ascii=False) + '\n' for e in of)
-            meta['longest'][name] = shape[1]
-            meta['splits'][name] = {'examples': len(of), 'sha256': file_sha256(f'{work}/{name}.npz')}
+            save_split(work, meta, name, arrays, {'examples': len(of)} | ({'rows': len(rows)} if packed else {}))
             meta['jsonl_sha256'][name] = file_sha256(f'{work}/{name}.jsonl')
         publish(work, out, meta)
 
