@@ -18,7 +18,6 @@ import difflib
 import functools
 import glob
 import hashlib
-import heapq
 import importlib
 import itertools
 import json
@@ -100,8 +99,8 @@ def load_tokenizer(name, text=None):
         try:
             encoding = tiktoken.get_encoding(name)
         except Exception as e:  # whatever its download raises
-            why = f'tokenizer={name} could not be loaded ({type(e).__name__}); tiktoken fetches it once from the network'
-            raise ConfigError(f'{why}, or take --tokenizer=bytes or a tokenizer.json.') from None
+            said = type(e).__name__
+            raise ConfigError(f'tokenizer={name} could not be loaded ({said}); its first use needs the network.') from None
         pieces = [b''] * encoding.n_vocab
         for i in range(encoding.n_vocab):
             with contextlib.suppress(KeyError):  # some vocabularies have gaps
@@ -212,8 +211,9 @@ def tokens_of(meta, content, opens=True):
         piece = text[start : start + ENCODED_AT_ONCE]
         parts.append(np.array(ids := encode(meta, piece), meta['dtype']))
         if decode(meta, ids) != piece.encode():
-            why = f'the tokenizer {meta["tokenizer"]} loses a part of the text {piece[:40]!r}...'
-            raise ConfigError(f'{why}; take one that works on bytes, like --tokenizer=gpt2.')
+            raise ConfigError(
+                f'the tokenizer loses a part of the text {piece[:40]!r}; take one of bytes, like --tokenizer=gpt2.'
+            )
     return np.concatenate(parts)
 
 
@@ -233,23 +233,21 @@ class Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=4)
 def compile_template(template):
-    return jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, 'jinja2.ext.loopcontrols']
-    ).from_string(template)
-
-
-def render(meta, messages, add_generation_prompt=True):
-    """The text of a conversation by the chat template in `meta`; ConfigError for one that the template refuses.
-
-    A template gets what those of Hugging Face models expect, except the date: the same conversation has the same ids every day.
-    """
+    """A chat template, which gets what those of Hugging Face models expect; but no date, for the same ids every day."""
+    extensions = [Generation, 'jinja2.ext.loopcontrols']
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
     def raise_exception(said):
         raise ValueError(said)
 
-    given = {'messages': messages, 'tools': None, 'documents': None, 'add_generation_prompt': add_generation_prompt}
+    return sandbox.from_string(template, {'raise_exception': raise_exception, 'tools': None, 'documents': None})
+
+
+def render(meta, messages, add_generation_prompt=True):
+    """The text of a conversation by the chat template in `meta`; ConfigError for one that the template refuses."""
+    given = {'messages': messages, 'add_generation_prompt': add_generation_prompt} | meta['template_tokens']
     try:
-        return compile_template(meta['chat_template']).render(given | meta['template_tokens'], raise_exception=raise_exception)
+        return compile_template(meta['chat_template']).render(given)
     except Exception as e:  # whatever a template does
         raise ConfigError(f'the chat template fails ({type(e).__name__}: {e}); take another, or --chat=False.') from None
 
@@ -288,8 +286,7 @@ def chat_meta(name, tokenizer_json):
     end = pattern.search(render(meta, turns[:2], False).rpartition('word1')[2])
     end = end[0].strip() if end else tokens.get('eos_token')
     if end not in ids:
-        why = f'the chat template beside {name} ends no turn with a special token of tokenizer.json, nor is eos_token={end} one'
-        raise ConfigError(f'{why}; repair it, or take --chat=False.')
+        raise ConfigError(f'the chat template in {folder} ends no turn, and eos_token={end} is no token; take --chat=False.')
     meta['stop_token'], text, opening = ids[end], render(meta, turns), tokens.get('bos_token')
     if opening in ids and text.startswith(opening) and text.count(opening) == 1:
         meta['document_token'] = ids[opening]
@@ -357,13 +354,11 @@ def is_ready(out, overwrite, wanted):
     """
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f'out={out} is a file; name a folder.')
-    if overwrite or not os.path.isdir(out):
-        return False
-    if all(PIECES.fullmatch(name) and not name.endswith('.json') for name in os.listdir(out)):  # a killed run's
+    names = os.listdir(out) if os.path.isdir(out) else []
+    if overwrite or all(PIECES.fullmatch(name) and not name.endswith('.json') for name in names):  # a killed run's
         return False
     try:
-        with open(os.path.join(out, 'meta.json'), encoding='utf-8') as f:
-            meta = json.load(f)
+        meta = json.loads(Path(out, 'meta.json').read_text('utf-8'))
         if any(meta.get(k) != v for k, v in wanted.items()):
             raise ConfigError(f'out={out} holds a dataset made with other settings; choose another out, or --overwrite=True.')
         suffix = 'bin' if meta['kind'] == 'text' else 'npz'
@@ -387,6 +382,15 @@ def save_split(work, meta, name, arrays, counts):
     waste = 1 - int(arrays['lengths'].sum()) / arrays['tokens'].size
     meta['longest'][name] = arrays['tokens'].shape[1]
     meta['splits'][name] = counts | {'waste': round(waste, 4), 'sha256': file_sha256(f'{work}/{name}.npz')}
+
+
+def write_json(path, value):
+    """Writes a file that is whole at any moment."""
+    with open(path + '.tmp', 'w', encoding='utf-8') as f:
+        json.dump(value, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + '.tmp', path)
 
 
 def publish(work, out, meta):
@@ -434,7 +438,7 @@ def work_folder(out):
 class TextConfig:
     source: str = key('', "files, folders or patterns joined by commas; empty: the Python standard library's source")
     extensions: str = key('', 'of the files taken from folders, joined by commas; empty: all (of the standard library .py)')
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     val_fraction: float = key(0.05, 'share of the documents that goes to val')
     out: str = key('data/stdlib', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds')
@@ -455,10 +459,8 @@ def find_files(config):
     stdlib, out = not config.source, os.path.abspath(config.out)
     endings = tuple('.' + e.strip().lstrip('.') for e in (config.extensions or '.py' * stdlib).split(',') if e.strip())
     found = {}  # absolute path -> what to sort by; a file reached twice is one document
-    for source in [sysconfig.get_path('stdlib')] if stdlib else config.source.split(','):
-        source = os.path.expanduser(source.strip())
-        if not source:  # a comma too many
-            continue
+    for source in [sysconfig.get_path('stdlib')] if stdlib else filter(None, map(str.strip, config.source.split(','))):
+        source = os.path.expanduser(source)
         matches = [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
         if not matches:
             folder, name = os.path.split(source)
@@ -498,15 +500,13 @@ def make_text(config):
         except UnicodeDecodeError:
             binary.append(path)
             continue
-        if content:
-            documents[path] = hashlib.sha256(content).digest()
         empty += not content
+        documents |= {path: hashlib.sha256(content).digest()} if content else {}
     if binary or empty:
         names = ', '.join(os.path.basename(p) for p in binary[:3]) + (', ...' if len(binary) > 3 else '')
         print(f'skipped {len(binary)} files that are not UTF-8 text{names and f" ({names})"} and {empty} empty files')
-    if (distinct := len(set(documents.values()))) < 2:
-        why = f'source={config.source or about} holds {distinct} different text files, and train and val need one each'
-        raise ConfigError(f'{why}; name more files, or split one.')
+    if len(set(documents.values())) < 2:
+        raise ConfigError(f'source={config.source or about} holds no two different texts, one for train and one for val.')
     in_val = smallest(documents.values(), config.val_fraction)
 
     splits = {name: {'tokens': 0, 'documents': 0} for name in ('train', 'val')}
@@ -534,7 +534,7 @@ def make_text(config):
 class FineWebEduConfig:
     subset: str = key('10BT', "the hub's sample of 10 or 100 billion tokens", ('10BT', '100BT'))
     source: str = key('', 'parquet, jsonl or txt files, folders or patterns joined by commas, instead of the hub')
-    tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     workers: int = key(0, 'processes that tokenise; 0: one a core')
     shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest')
     limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all')
@@ -560,8 +560,8 @@ def list_corpus(config):
             builder = datasets.load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
             return [[str(path), 1] for path in builder.config.data_files['train']]  # each names its revision
         except Exception as e:  # whatever its many layers raise
-            why = f'HuggingFaceFW/fineweb-edu could not be reached ({type(e).__name__})'
-            raise ConfigError(f'{why}; --source=FILES takes files on this disk.') from None
+            said = type(e).__name__
+            raise ConfigError(f'the hub could not be reached ({said}); --source=FILES takes files on this disk.') from None
     files = find_files(TextConfig(source=config.source, extensions='parquet,jsonl,txt,py', out=config.out))
     for path in files:
         if path.endswith('.py'):
@@ -684,23 +684,19 @@ class Shards:
 
     def __init__(self, folder, name, size, done):
         self.folder, self.name, self.size, self.entries = folder, name, size, done
-        self.file, self.digest = None, None
-        paths = {path: shard for path, shard in zip(map(self.path, range(len(done))), done, strict=True)}
-        for path, shard in paths.items():
+        self.file, self.digest, paths = None, None, [self.path(i) for i in range(len(done))]
+        for path, shard in zip(paths, done, strict=True):
+            digest = None
             with contextlib.suppress(OSError):
                 os.truncate(path, shard['bytes'])
-            try:
                 with open(path, 'rb') as f:
-                    self.digest = hashlib.file_digest(f, 'sha256')
-            except OSError:
-                self.digest = None
-            if self.digest is None or self.digest.hexdigest() != shard['sha256']:
+                    digest = self.digest = hashlib.file_digest(f, 'sha256')
+            if digest is None or digest.hexdigest() != shard['sha256']:
                 raise ConfigError(f'{path}, part of unfinished work, is missing or damaged; --overwrite=True starts over.')
-        for path in glob.glob(os.path.join(glob.escape(folder), name + '-*.bin')):
-            if path not in paths:
-                os.remove(path)
+        for path in {*glob.glob(os.path.join(glob.escape(folder), name + '-*.bin'))} - {*paths}:
+            os.remove(path)
         if done:
-            self.file = open(self.path(len(done) - 1), 'ab')
+            self.file = open(paths[-1], 'ab')
 
     def path(self, i):
         return os.path.join(self.folder, f'{self.name}-{i:05}.bin')
@@ -732,15 +728,6 @@ class Shards:
             self.file.close()
 
 
-def write_json(path, value):
-    """Writes a file that is whole at any moment."""
-    with open(path + '.tmp', 'w', encoding='utf-8') as f:
-        json.dump(value, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + '.tmp', path)
-
-
 def check_space(config, files, itemsize, there):
     """ConfigError unless the disk has room for all tokens of a corpus, `there` bytes of which it holds already."""
     if config.source:  # 3 bytes of text a token and 3 of text a byte of parquet: more tokens than there will be
@@ -762,11 +749,9 @@ def read_unfinished(config, path, identity):
     if not os.path.exists(path):
         return None
     try:
-        with open(path, encoding='utf-8') as f:
-            state = json.load(f)
+        state = json.loads(Path(path).read_text('utf-8'))
         if state['identity'] != identity:
-            why = f'out={config.out} holds unfinished work with other settings'
-            raise ConfigError(f'{why}; choose another out, or --overwrite=True.')
+            raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
         if config.source and state['files'] != list_corpus(config):
             raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
     except (ValueError, LookupError, TypeError):
@@ -970,9 +955,8 @@ def plan(config):
         left = {s: supply[s] - taken[s] if split == 'train' else quarter[s] for s in lengths}
         wanted, most = getattr(config, f'n_{split}'), sum(left.values())
         if wanted > most:
-            there = f'of the {sum(supply[s] for s in lengths)} different examples with {name}={getattr(config, name)}'
-            why = f'n_{split}={wanted} is not possible: {there} there are {most} for {split}'
-            raise ConfigError(f'{why}; lower n_{split} or allow more steps.')
+            why = f'with {name}={getattr(config, name)} there are {most} different examples for {split}'
+            raise ConfigError(f'n_{split}={wanted} is not possible: {why}; lower n_{split} or allow more steps.')
         weight = {s: Fraction(s**-config.length_bias) for s in lengths}
         shares[split], total = {}, sum(weight.values())
         for s in sorted(lengths, key=lambda s: left[s] / weight[s]):  # the scarcest first: what it lacks goes to the others
@@ -1096,7 +1080,7 @@ def make_s5(config):
 class TextTaskConfig:
     """The settings that every task made of text has."""
 
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json or its folder')
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     chat: bool = key(True, "ask in the chat template of the tokenizer's folder, where there is one")
     longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
     drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
@@ -1143,20 +1127,12 @@ def encode_example(meta, example):
 def pack_rows(lengths, size):
     """The examples (numbers) of each row of `size` tokens, by first fit decreasing: the longest first, each into the first row
     that has room for it; of equals the earlier first."""
-    rows, with_room = [], [[] for _ in range(size + 1)]  # heaps of rows by the tokens that are left in them
-    first = np.full(size + 1, len(lengths))  # the first row of each heap; len(lengths): none
+    rows, room = [], np.full(len(lengths), size, np.int32)
     for i in np.argsort(-lengths, kind='stable').tolist():
-        n = int(lengths[i])
-        room = n + int(first[n:].argmin())
-        if first[room] == len(lengths):
-            room, row = size, len(rows)
-            rows.append([])
-        else:
-            row = heapq.heappop(with_room[room])
-            first[room] = with_room[room][0] if with_room[room] else len(lengths)
+        row = int(np.argmax(room[: len(rows) + 1] >= lengths[i]))  # behind the last row there is an empty one
+        rows += [[]] if row == len(rows) else []
         rows[row].append(i)
-        heapq.heappush(with_room[room - n], row)
-        first[room - n] = with_room[room - n][0]
+        room[row] -= lengths[i]
     return rows
 
 
@@ -1434,8 +1410,8 @@ def draw_task(config):
                 fresh = (example for _ in range(1_000) if (example := config.draw(rng, depth))[0] not in seen)
                 prompt, answer = next(fresh, (None, None))
                 if prompt is None:
-                    why = f'n_{split}={wanted} is not possible: new examples of depth {depth} run out after {i}'
-                    raise ConfigError(f'{why}; lower n_{split}, or allow more depths or a larger example.')
+                    why = f'examples of depth {depth} run out after {i}'
+                    raise ConfigError(f'n_{split}={wanted} is not possible: {why}; lower it, or allow larger examples.')
                 seen.add(prompt)
                 examples[split].append({'prompt': prompt, 'response': f'#### {answer}', 'answer': answer, 'depth': depth})
                 progress.update()

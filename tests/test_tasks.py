@@ -668,12 +668,12 @@ RECURRENT = {'t2mlr': {'l_start': 0, 'l_end': 1}, 'lrt': {'source_layer': 1, 'pa
 @pytest.mark.parametrize('recurrence', RECURRENT)
 @pytest.mark.parametrize('name', 'vg')
 def test_the_loss_of_a_packed_row_is_that_of_its_examples(packed, name, recurrence, schedule):
-    data = train.Dataset(str(packed / f'{name}400'))
+    data = train.Dataset(str(packed / f'{name}150'))
     _, splits = load(packed / f'{name}0')
-    alone, members = splits['train'], first_fit(splits['train']['lengths'].tolist(), 400)
+    alone, members = splits['train'], first_fit(splits['train']['lengths'].tolist(), 150)
     passes = {'d_forward': 2, 'd_backward': 3 if recurrence == 'lrt' else 1}
     settings = RECURRENT[recurrence] if schedule == 'jacobi' else RECURRENT[recurrence] | {'pass_weights': ()}
-    config = TrainConfig(n_layer=2, n_head=2, n_embd=16, block_size=400, recurrence=recurrence, schedule=schedule,
+    config = TrainConfig(n_layer=2, n_head=2, n_embd=16, block_size=150, recurrence=recurrence, schedule=schedule,
                          reset_token=256, document_attention=True, dtype='float64', **passes, **settings)  # fmt: skip
     config.vocab_size = data.fit(config)
     config.check()
@@ -682,8 +682,9 @@ def test_the_loss_of_a_packed_row_is_that_of_its_examples(packed, name, recurren
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
-    for row in (0, len(members) // 2, len(members) - 1):
-        x, y, mask = data.batch('train', np.array([row]), 400)
+    shared = [row for row, of in enumerate(members) if len(of) > 1]
+    for row in (shared[0], shared[len(shared) // 2], shared[-1]):
+        x, y, mask = data.batch('train', np.array([row]), 150)
         loss, means = model(x, y, config, mask)
         total, parts = 0, 0
         for i in members[row]:
@@ -697,7 +698,6 @@ def test_the_loss_of_a_packed_row_is_that_of_its_examples(packed, name, recurren
         torch.testing.assert_close(loss, total / scored, rtol=0, atol=1e-9)
         if schedule == 'jacobi':  # else a pass is a position
             torch.testing.assert_close(means, parts / scored, rtol=0, atol=1e-9)
-        assert len(members[row]) > 1
 
 
 def test_packed_data_trains_where_its_documents_are_kept_apart(packed, tmp_path):
