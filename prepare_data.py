@@ -813,14 +813,12 @@ def make_fineweb_edu(config):
                 break
     state['shards'] = {name: of.commit() for name, of in shards.items()}
     write_json(path, state)
-    for of in shards.values():
-        of.close()
+    splits = {}
     for name, of in state['shards'].items():
+        shards[name].close()
         if not of:
             clear(config.out)
             raise ConfigError(f'none of the {total:,} tokens fell into {name}; take more text or another val_fraction.')
-    splits = {}
-    for name, of in state['shards'].items():
         digest = hashlib.sha256(''.join(s['sha256'] for s in of).encode()).hexdigest()
         splits[name] = {'tokens': sum(s['tokens'] for s in of), 'documents': state['documents'][name], 'sha256': digest}
         splits[name]['shards'] = [{'tokens': s['tokens'], 'sha256': s['sha256']} for s in of]
@@ -1161,10 +1159,10 @@ def write_task(config, out, meta, examples):
             raise ConfigError(f'{why}; take longest={max(lengths)}, the longest, or drop_longer=True where some fit.')
         if not all(fits):
             print(f'{name}: left out {fits.count(False)} examples above {longest} tokens')
-        examples[name] = list(itertools.compress(of, fits))
-        encodings[name] = list(itertools.compress(encoded, fits))
-        if config.pack and name == 'train' and max(lengths) > config.pack:
-            raise ConfigError(f'pack={config.pack} is too short for an example of {max(lengths)} tokens; take that or more.')
+        examples[name], encodings[name] = (list(itertools.compress(all_of, fits)) for all_of in (of, encoded))
+        most = max(itertools.compress(lengths, fits))
+        if config.pack and name == 'train' and most > config.pack:
+            raise ConfigError(f'pack={config.pack} is too short for an example of {most} tokens; take pack={most} or more.')
     with work_folder(out) as work:
         for name, of in examples.items():
             encoded = encodings.pop(name)
@@ -1302,7 +1300,6 @@ PEOPLE = 'Ann Ben Cal Dan Eva Fay Gus Hal Ida Jon Kim Leo Mia Ned Ora Pat Quin R
 class DrawnConfig(TextTaskConfig):
     """The settings of a task made from a seed. A subclass has its own `depth`, and draw(rng, depth) -> (prompt, answer)."""
 
-    depth: str = key('1-4', '')
     test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
     seed: int = key(0, 'of all draws')
     n_train: int = key(100_000, 'examples of train')

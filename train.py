@@ -260,7 +260,7 @@ class Dataset:
                     f'{self.folder} has examples of {longest} tokens, above block_size={config.block_size}; take {longest}.'
                 )
         if not self.is_text and 'rows' in self.meta['splits']['train']:
-            token = self.meta['document_token']
+            token = self.meta.get('document_token')
             if config.reset_token != token or not config.document_attention:
                 raise ConfigError(
                     f'{self.folder} has several examples in a row, which would read each other with reset_token='

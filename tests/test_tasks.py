@@ -715,3 +715,7 @@ def test_packed_data_trains_where_its_documents_are_kept_apart(packed, tmp_path)
 def test_a_row_too_short_for_an_example_is_one_sentence(packed, tmp_path, capsys):
     for pack in (1, 30, -1):
         refuse(capsys, tmp_path, 'pathfinding', f'pack={pack}', pack=pack, out=tmp_path / 'd', **SMALL)
+    make('pathfinding', pack=70, longest=70, drop_longer=True, out=tmp_path / 'd', **SMALL)  # what is left out need not fit
+    meta, splits = load(tmp_path / 'd')
+    assert meta['longest']['train'] == 70 and splits['train']['lengths'].max() <= 70
+    assert 0 < meta['splits']['train']['examples'] < SMALL['n_train']
