@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 
 import numpy as np
 import torch
@@ -130,11 +130,15 @@ def score_task(model, data, split, schedule, config):
 @torch.inference_mode()
 def score_answers(model, data, split, config):
     """{'exact_match', 'by_depth': {depth: share}, 'answers': how many}: greedy decoding of each prompt, exact and cached, up to
-    the document token; what follows the last #### is compared with the answer as the task compares.
+    the document token or stop_token; what follows the last #### is compared with the answer as the task compares.
 
-    Whether the memory is read in the prompt is as in the training: recur_mask comes with the data.
+    Whether the memory is read in the prompt is as in the training: recur_mask comes with the data. Raises ConfigError for a
+    packed split.
     """
     arrays, meta, task = data.split(split), data.meta, data.meta['task']
+    if 'prompt_lengths' not in arrays:
+        raise ConfigError(f'split={split} of {data.folder} has several examples in a row; take another split.')
+    ends = [meta['document_token'], meta.get('stop_token', meta['document_token'])]
     with open(os.path.join(data.folder, f'{split}.jsonl'), encoding='utf-8') as f:
         examples = [json.loads(line) for line in f]
     total = min(len(examples), (config.max_batches or math.inf) * config.batch_size)
@@ -151,13 +155,13 @@ def score_answers(model, data, split, config):
             answers, ended = [], torch.zeros(len(rows), dtype=torch.bool, device=device)
             for step in range(T - n + 1):
                 token = logits.argmax(-1)
-                ended |= token == meta['document_token']
+                ended |= (token == ends[0]) | (token == ends[1])
                 answers.append(token)
                 if ended.all() or step == T - n:
                     break
                 logits = model(token[:, None], schedule=SEQUENTIAL, state=state)[:, -1]
             for i, ids in zip(rows, torch.stack(answers, 1).tolist(), strict=True):
-                ids = ids[: ids.index(meta['document_token'])] if meta['document_token'] in ids else ids
+                ids = list(takewhile(lambda token: token not in ends, ids))
                 answer = extract_answer(task, decode(meta, ids).decode('utf-8', 'replace'))
                 hits[i] = same_answer(task, answer, examples[i]['answer'])
     depth = arrays['steps'][:total]

@@ -40,6 +40,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import jinja2.ext
+import jinja2.sandbox
 import numpy as np
 from tqdm import tqdm
 
@@ -48,6 +50,7 @@ from configurator import ConfigError, fail, key, nearest, parse, reporting
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
 DOCUMENT_NAMES = ('<|begin_of_text|>', '<|endoftext|>', '<s>', '<bos>', '</s>')  # of a tokenizer.json, in order of preference
 PIECES = re.compile(r'(train|val|test)(-\d{5,})?\.(bin|npz|jsonl)|(meta|unfinished)\.json(\.tmp)?')  # every file of a dataset
+BREAK = '\ud800'  # half of a surrogate pair, which no text holds
 PIECE_LENGTH = 2**20  # bytes of text handed to a process at once
 ENCODED_AT_ONCE = 2**17  # characters; on longer runs of one kind tiktoken is slow, and at a million spaces it gives up
 STDLIB_LEAVES_OUT = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}  # installed packages and tests
@@ -67,8 +70,8 @@ def extra(package):
     try:
         return importlib.import_module(package)
     except ImportError:
-        name = package.split('.')[0]
-        raise ConfigError(f'this needs the package {name}: install it with `pip install -r requirements-data.txt`.') from None
+        package = package.split('.')[0]
+        raise ConfigError(f'this needs the package {package}; run `pip install -r requirements-data.txt`.') from None
 
 
 def without_prefix(part):
@@ -96,10 +99,8 @@ def load_tokenizer(name, text=None):
         try:
             encoding = tiktoken.get_encoding(name)
         except Exception as e:  # whatever its download raises
-            raise ConfigError(
-                f'tokenizer={name} could not be loaded ({type(e).__name__}); tiktoken fetches it from the network once, '
-                f'or take --tokenizer=bytes or a tokenizer.json.'
-            ) from None
+            said = type(e).__name__
+            raise ConfigError(f'tokenizer={name} could not be loaded ({said}); its first use needs the network.') from None
         pieces = [b''] * encoding.n_vocab
         for i in range(encoding.n_vocab):
             with contextlib.suppress(KeyError):  # some vocabularies have gaps
@@ -142,17 +143,24 @@ def load_tokenizer(name, text=None):
     return lambda piece: tokenizer.encode(piece, add_special_tokens=False).ids, pieces, document
 
 
+def tokenizer_file(name):
+    """The path of the tokenizer.json that a tokenizer setting names, itself or by its folder; None for another tokenizer."""
+    path = Path(name).expanduser()
+    inside = path / 'tokenizer.json'
+    return inside if inside.is_file() else path if name.endswith('.json') else None
+
+
 def tokenizer_meta(name):
-    """What meta.json says of a tokenizer: 'bytes', a tiktoken name, or the path of a tokenizer.json, whose content it keeps.
+    """What meta.json says of a tokenizer: 'bytes', a tiktoken name, or a tokenizer.json or its folder, whose content it keeps.
 
     'token_bytes' are the bytes of each id, 0 for specials. Raises ConfigError for what cannot be loaded.
     """
     about, pieces, document = {'tokenizer': name}, [bytes([b]) for b in range(DOCUMENT_TOKEN)] + [b''], DOCUMENT_TOKEN
-    if name.endswith('.json'):
+    if name != 'bytes' and (path := tokenizer_file(name)):
         try:
-            about = {'tokenizer': 'tokenizer.json', 'tokenizer_json': Path(name).expanduser().read_text('utf-8')}
+            about = {'tokenizer': 'tokenizer.json', 'tokenizer_json': path.read_text('utf-8')}
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f'tokenizer={name} cannot be read ({e}); name a tokenizer.json.') from None
+            raise ConfigError(f'tokenizer={name} cannot be read ({e}); name a tokenizer.json or its folder.') from None
     if name != 'bytes':
         _, pieces, document = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
     sizes = {'vocab_size': len(pieces), 'document_token': document, 'token_bytes': [len(p) for p in pieces]}
@@ -204,10 +212,103 @@ def tokens_of(meta, content, opens=True):
         parts.append(np.array(ids := encode(meta, piece), meta['dtype']))
         if decode(meta, ids) != piece.encode():
             raise ConfigError(
-                f'the tokenizer {meta["tokenizer"]} loses a part of the text {piece[:40]!r}...; take one that works on bytes, '
-                f'like --tokenizer=gpt2.'
+                f'the tokenizer loses a part of the text {piece[:40]!r}; take one of bytes, like --tokenizer=gpt2.'
             )
     return np.concatenate(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Conversations
+
+
+class Generation(jinja2.ext.Extension):
+    """The tag by which some templates mark what the assistant says; here it changes nothing."""
+
+    tags = {'generation'}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(['name:endgeneration'], drop_needle=True)
+
+
+@functools.lru_cache(maxsize=4)
+def compile_template(template):
+    """A chat template, which gets what those of Hugging Face models expect; but no date, for the same ids every day."""
+    extensions = [Generation, 'jinja2.ext.loopcontrols']
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+
+    def raise_exception(said):
+        raise ValueError(said)
+
+    return sandbox.from_string(template, {'raise_exception': raise_exception, 'tools': None, 'documents': None})
+
+
+def render(meta, messages, add_generation_prompt=True):
+    """The text of a conversation by the chat template in `meta`; ConfigError for one that the template refuses."""
+    given = {'messages': messages, 'add_generation_prompt': add_generation_prompt} | meta['template_tokens']
+    try:
+        return compile_template(meta['chat_template']).render(given)
+    except Exception as e:  # whatever a template does
+        raise ConfigError(f'the chat template fails ({type(e).__name__}: {e}); take another, or --chat=False.') from None
+
+
+@functools.lru_cache(maxsize=4)
+def special_tokens(tokenizer_json):
+    """({text: id} of the special tokens of a tokenizer.json, pattern that finds them with the spaces that belong to them)."""
+    special = [t for t in json.loads(tokenizer_json).get('added_tokens', []) if t['special']]
+    special.sort(key=lambda t: -len(t['content']))  # the longest counts where several begin
+    parts = (r'\s*' * t.get('lstrip', 0) + re.escape(t['content']) + r'\s*' * t.get('rstrip', 0) for t in special)
+    return {t['content']: t['id'] for t in special}, re.compile('|'.join(parts) or '(?!)')
+
+
+def chat_meta(name, tokenizer_json):
+    """What meta.json keeps of the chat template beside the tokenizer.json that `name` names, {} where there is none.
+
+    'chat_template'; 'template_tokens', the texts such as bos_token that it may write; 'stop_token', the id that ends a turn of
+    the assistant: the special token that the template puts there, or else eos_token. Where conversations open with bos_token,
+    and have it nowhere else, that is the 'document_token'. Raises ConfigError for files that cannot be used.
+    """
+    folder = tokenizer_file(name).parent
+    try:
+        about, template = (folder / name for name in ('tokenizer_config.json', 'chat_template.jinja'))
+        about = json.loads(about.read_text('utf-8')) if about.exists() else {}
+        template = template.read_text('utf-8') if template.exists() else about.get('chat_template')
+        if isinstance(template, list):  # several, by name
+            template = next((t['template'] for t in template if t['name'] == 'default'), None)
+        tokens = {k: v.get('content') if isinstance(v, dict) else v for k, v in about.items() if k.endswith('_token')}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        raise ConfigError(f'the chat template in {folder} cannot be read ({e}); repair it, or take --chat=False.') from None
+    if not template:
+        return {}
+    meta = {'chat_template': template, 'template_tokens': {k: v for k, v in tokens.items() if isinstance(v, str)}}
+    ids, pattern = special_tokens(tokenizer_json)
+    turns = [{'role': role, 'content': f'word{i}'} for i, role in enumerate(('user', 'assistant', 'user'))]
+    end = pattern.search(render(meta, turns[:2], False).rpartition('word1')[2])
+    end = end[0].strip() if end else tokens.get('eos_token')
+    if end not in ids:
+        raise ConfigError(f'the chat template in {folder} ends no turn, and eos_token={end} is no token; take --chat=False.')
+    meta['stop_token'], text, opening = ids[end], render(meta, turns), tokens.get('bos_token')
+    if opening in ids and text.startswith(opening) and text.count(opening) == 1:
+        meta['document_token'] = ids[opening]
+    return meta
+
+
+def chat_tokens(meta, messages):
+    """Ids (list of int) of a conversation [{'role', 'content'}, ..] under the chat template of a dataset's meta.json, up to
+    where the assistant is to speak. The document token opens it, once, whether the template writes it or not.
+
+    No content becomes a special token: BREAK, which no text holds, goes between the characters of whatever spells one before
+    the template runs. What is found afterwards is the template's, the text between is encoded as ordinary text without BREAK.
+    Raises ConfigError for a conversation that the template refuses.
+    """
+    ids, pattern = special_tokens(meta['tokenizer_json'])
+    said = [m | {'content': pattern.sub(lambda found: BREAK.join([*found[0], '']), m['content'])} for m in messages]
+    text, tokens, start = render(meta, said), [], 0
+    for found in pattern.finditer(text):
+        tokens += [*encode(meta, text[start : found.start()].replace(BREAK, '')), ids[found[0].strip()]]
+        start = found.end()
+    tokens += encode(meta, text[start:].replace(BREAK, ''))
+    return tokens if tokens[:1] == [meta['document_token']] else [meta['document_token'], *tokens]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -220,12 +321,30 @@ def within(name, value, low, high, why):
         raise ConfigError(f'{name}={value} is not possible: {why}; the nearest is {name}={min(max(value, low), high)}.')
 
 
+def check_fraction(value):
+    if not 0 < value < 1:
+        raise ConfigError(f'val_fraction={value:g} is not between 0 and 1; write it like val_fraction=0.05.')
+
+
 def file_sha256(path):
-    digest = hashlib.sha256()
     with open(path, 'rb') as f:
-        while block := f.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, 'sha256').hexdigest()
+
+
+def settings_of(config, *left_out):
+    """The settings that decide what a dataset holds, for its meta.json."""
+    return {name: value for name, value in asdict(config).items() if name not in ('out', 'overwrite', *left_out)}
+
+
+def source_names(source):
+    """What meta.json says of the sources: names without the folders of one machine."""
+    return ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in source.split(',') if s.strip())
+
+
+def smallest(digests, fraction):
+    """The digests that make val: the smallest `fraction` of the distinct ones, at least one, and one at least stays out."""
+    distinct = sorted(set(digests))
+    return set(distinct[: min(max(round(fraction * len(distinct)), 1), len(distinct) - 1)])
 
 
 def is_ready(out, overwrite, wanted):
@@ -235,13 +354,11 @@ def is_ready(out, overwrite, wanted):
     """
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f'out={out} is a file; name a folder.')
-    if overwrite or not os.path.isdir(out):
-        return False
-    if all(PIECES.fullmatch(name) and not name.endswith('.json') for name in os.listdir(out)):  # a killed run's
+    names = os.listdir(out) if os.path.isdir(out) else []
+    if overwrite or all(PIECES.fullmatch(name) and not name.endswith('.json') for name in names):  # a killed run's
         return False
     try:
-        with open(os.path.join(out, 'meta.json'), encoding='utf-8') as f:
-            meta = json.load(f)
+        meta = json.loads(Path(out, 'meta.json').read_text('utf-8'))
         if any(meta.get(k) != v for k, v in wanted.items()):
             raise ConfigError(f'out={out} holds a dataset made with other settings; choose another out, or --overwrite=True.')
         suffix = 'bin' if meta['kind'] == 'text' else 'npz'
@@ -256,6 +373,24 @@ def is_ready(out, overwrite, wanted):
         raise ConfigError(f'out={out} holds other files, or a damaged dataset; choose another out, or --overwrite=True.')
     print(f'{out} already holds this dataset; --overwrite=True makes it again.')
     return True
+
+
+def save_split(work, meta, name, arrays, counts):
+    """Writes the arrays of a task's split into the folder `work`, and into meta what there is: `counts`, the checksum, and
+    waste, the share of its tokens that is padding."""
+    np.savez(f'{work}/{name}.npz', **arrays)
+    waste = 1 - int(arrays['lengths'].sum()) / arrays['tokens'].size
+    meta['longest'][name] = arrays['tokens'].shape[1]
+    meta['splits'][name] = counts | {'waste': round(waste, 4), 'sha256': file_sha256(f'{work}/{name}.npz')}
+
+
+def write_json(path, value):
+    """Writes a file that is whole at any moment."""
+    with open(path + '.tmp', 'w', encoding='utf-8') as f:
+        json.dump(value, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + '.tmp', path)
 
 
 def publish(work, out, meta):
@@ -278,7 +413,8 @@ def clear(out):
 
 def announce(out, meta):
     for name, split in meta['splits'].items():
-        print(f'{name:<5}  ' + '  '.join(f'{v:>11,} {k}' for k, v in split.items() if isinstance(v, int)))
+        waste = f'  {split["waste"]:>6.1%} padding' if 'waste' in split else ''
+        print(f'{name:<5}  ' + '  '.join(f'{v:>11,} {k}' for k, v in split.items() if isinstance(v, int)) + waste)
     print(f'wrote {out}')
 
 
@@ -302,14 +438,13 @@ def work_folder(out):
 class TextConfig:
     source: str = key('', "files, folders or patterns joined by commas; empty: the Python standard library's source")
     extensions: str = key('', 'of the files taken from folders, joined by commas; empty: all (of the standard library .py)')
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     val_fraction: float = key(0.05, 'share of the documents that goes to val')
     out: str = key('data/stdlib', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        if not 0 < self.val_fraction < 1:
-            raise ConfigError(f'val_fraction={self.val_fraction:g} is not between 0 and 1; write it like val_fraction=0.05.')
+        check_fraction(self.val_fraction)
         if not self.out:
             raise ConfigError("out='' names no folder; write it like out=data/stdlib.")
 
@@ -324,10 +459,8 @@ def find_files(config):
     stdlib, out = not config.source, os.path.abspath(config.out)
     endings = tuple('.' + e.strip().lstrip('.') for e in (config.extensions or '.py' * stdlib).split(',') if e.strip())
     found = {}  # absolute path -> what to sort by; a file reached twice is one document
-    for source in [sysconfig.get_path('stdlib')] if stdlib else config.source.split(','):
-        source = os.path.expanduser(source.strip())
-        if not source:  # a comma too many
-            continue
+    for source in [sysconfig.get_path('stdlib')] if stdlib else filter(None, map(str.strip, config.source.split(','))):
+        source = os.path.expanduser(source)
         matches = [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
         if not matches:
             folder, name = os.path.split(source)
@@ -354,11 +487,8 @@ def make_text(config):
     The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So a split
     depends on the set of documents alone, and copies of one document never end up on both sides. Memory: the largest file.
     """
-    about = f'Python standard library {platform.python_version()}'
-    if config.source:
-        about = ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in config.source.split(',') if s.strip())
-    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite')}
-    wanted = {'kind': 'text', 'source': about, 'settings': settings} | tokenizer_meta(config.tokenizer)
+    about = source_names(config.source) if config.source else f'Python standard library {platform.python_version()}'
+    wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config)} | tokenizer_meta(config.tokenizer)
     if is_ready(config.out, config.overwrite, wanted):
         return
 
@@ -370,19 +500,14 @@ def make_text(config):
         except UnicodeDecodeError:
             binary.append(path)
             continue
-        if content:
-            documents[path] = hashlib.sha256(content).digest()
         empty += not content
+        documents |= {path: hashlib.sha256(content).digest()} if content else {}
     if binary or empty:
         names = ', '.join(os.path.basename(p) for p in binary[:3]) + (', ...' if len(binary) > 3 else '')
         print(f'skipped {len(binary)} files that are not UTF-8 text{names and f" ({names})"} and {empty} empty files')
-    distinct = sorted(set(documents.values()))
-    if len(distinct) < 2:
-        raise ConfigError(
-            f'source={config.source or about} holds {len(distinct)} different text files, and train and val need one each; '
-            'name more files, or split one.'
-        )
-    in_val = set(distinct[: min(max(round(config.val_fraction * len(distinct)), 1), len(distinct) - 1)])
+    if len(set(documents.values())) < 2:
+        raise ConfigError(f'source={config.source or about} holds no two different texts, one for train and one for val.')
+    in_val = smallest(documents.values(), config.val_fraction)
 
     splits = {name: {'tokens': 0, 'documents': 0} for name in ('train', 'val')}
     with work_folder(config.out) as work:
@@ -409,7 +534,7 @@ def make_text(config):
 class FineWebEduConfig:
     subset: str = key('10BT', "the hub's sample of 10 or 100 billion tokens", ('10BT', '100BT'))
     source: str = key('', 'parquet, jsonl or txt files, folders or patterns joined by commas, instead of the hub')
-    tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
+    tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     workers: int = key(0, 'processes that tokenise; 0: one a core')
     shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest')
     limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all')
@@ -435,16 +560,13 @@ def list_corpus(config):
             builder = datasets.load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
             return [[str(path), 1] for path in builder.config.data_files['train']]  # each names its revision
         except Exception as e:  # whatever its many layers raise
-            raise ConfigError(
-                f'HuggingFaceFW/fineweb-edu could not be reached ({type(e).__name__}); --source=FILES takes files on this disk.'
-            ) from None
+            said = type(e).__name__
+            raise ConfigError(f'the hub could not be reached ({said}); --source=FILES takes files on this disk.') from None
     files = find_files(TextConfig(source=config.source, extensions='parquet,jsonl,txt,py', out=config.out))
     for path in files:
         if path.endswith('.py'):
-            raise ConfigError(
-                f'source={config.source} holds the script {os.path.basename(path)}, and no code of a dataset is run; name its '
-                f'data, like --source={os.path.dirname(path)}/*.parquet.'
-            )
+            why = f'source={config.source} holds the script {os.path.basename(path)}, and no code of a dataset is run'
+            raise ConfigError(f'{why}; name its data, like --source={os.path.dirname(path)}/*.parquet.')
         if not path.endswith(('.parquet', '.jsonl', '.txt')):
             raise ConfigError(f'{path} is no parquet, jsonl or txt file; convert it to one of them.')
         if not os.path.getsize(path):
@@ -544,14 +666,14 @@ def tokenise_all(work, workers, *shared):
     context, waiting = multiprocessing.get_context('spawn'), deque()
     try:
         with ProcessPoolExecutor(workers, context, start_worker, shared) as pool:
-            for position, share, entries in work:
-                waiting.append((position, share, pool.submit(tokenise, entries)))
-                if len(waiting) > 3 * workers:  # one long document does not hold up the others, and memory stays bounded
+            for batch in itertools.chain(work, itertools.repeat(None)):
+                if batch:
+                    waiting.append((*batch[:2], pool.submit(tokenise, batch[2])))
+                elif not waiting:
+                    return
+                if not batch or len(waiting) > 3 * workers:  # so many that one long document does not hold up the others
                     position, share, future = waiting.popleft()
                     yield position, share, future.result()
-            while waiting:
-                position, share, future = waiting.popleft()
-                yield position, share, future.result()
     except BrokenProcessPool:
         raise ConfigError('a process was killed, perhaps for its memory; start again with fewer --workers.') from None
 
@@ -562,23 +684,19 @@ class Shards:
 
     def __init__(self, folder, name, size, done):
         self.folder, self.name, self.size, self.entries = folder, name, size, done
-        self.file, self.digest = None, None
-        paths = {path: shard for path, shard in zip(map(self.path, range(len(done))), done, strict=True)}
-        for path, shard in paths.items():
+        self.file, self.digest, paths = None, None, [self.path(i) for i in range(len(done))]
+        for path, shard in zip(paths, done, strict=True):
+            digest = None
             with contextlib.suppress(OSError):
                 os.truncate(path, shard['bytes'])
-            try:
                 with open(path, 'rb') as f:
-                    self.digest = hashlib.file_digest(f, 'sha256')
-            except OSError:
-                self.digest = None
-            if self.digest is None or self.digest.hexdigest() != shard['sha256']:
+                    digest = self.digest = hashlib.file_digest(f, 'sha256')
+            if digest is None or digest.hexdigest() != shard['sha256']:
                 raise ConfigError(f'{path}, part of unfinished work, is missing or damaged; --overwrite=True starts over.')
-        for path in glob.glob(os.path.join(glob.escape(folder), name + '-*.bin')):
-            if path not in paths:
-                os.remove(path)
+        for path in {*glob.glob(os.path.join(glob.escape(folder), name + '-*.bin'))} - {*paths}:
+            os.remove(path)
         if done:
-            self.file = open(self.path(len(done) - 1), 'ab')
+            self.file = open(paths[-1], 'ab')
 
     def path(self, i):
         return os.path.join(self.folder, f'{self.name}-{i:05}.bin')
@@ -610,15 +728,6 @@ class Shards:
             self.file.close()
 
 
-def write_json(path, value):
-    """Writes a file that is whole at any moment."""
-    with open(path + '.tmp', 'w', encoding='utf-8') as f:
-        json.dump(value, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + '.tmp', path)
-
-
 def check_space(config, files, itemsize, there):
     """ConfigError unless the disk has room for all tokens of a corpus, `there` bytes of which it holds already."""
     if config.source:  # 3 bytes of text a token and 3 of text a byte of parquet: more tokens than there will be
@@ -631,10 +740,8 @@ def check_space(config, files, itemsize, there):
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if (free := shutil.disk_usage(folder).free) < need:
-        raise ConfigError(
-            f'out={config.out} needs about {need / 1e9:.3g} GB and its disk has {free / 1e9:.3g} GB free; choose another disk, '
-            f'or --limit_tokens={int((free + there) / itemsize * 0.9)}.'
-        )
+        why = f'out={config.out} needs about {need / 1e9:.3g} GB and its disk has {free / 1e9:.3g} GB free'
+        raise ConfigError(f'{why}; choose another disk, or --limit_tokens={int((free + there) / itemsize * 0.9)}.')
 
 
 def read_unfinished(config, path, identity):
@@ -642,12 +749,9 @@ def read_unfinished(config, path, identity):
     if not os.path.exists(path):
         return None
     try:
-        with open(path, encoding='utf-8') as f:
-            state = json.load(f)
+        state = json.loads(Path(path).read_text('utf-8'))
         if state['identity'] != identity:
-            raise ConfigError(
-                f'out={config.out} holds unfinished work with other settings; choose another out, or --overwrite=True.'
-            )
+            raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
         if config.source and state['files'] != list_corpus(config):
             raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
     except (ValueError, LookupError, TypeError):
@@ -663,11 +767,8 @@ def make_fineweb_edu(config):
     and the largest document.
     """
     meta = tokenizer_meta(config.tokenizer)
-    about = 'HuggingFaceFW/fineweb-edu sample-' + config.subset
-    if config.source:
-        about = ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in config.source.split(',') if s.strip())
-    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite', 'workers')}
-    wanted = {'kind': 'text', 'source': about, 'settings': settings} | meta
+    about = source_names(config.source) if config.source else 'HuggingFaceFW/fineweb-edu sample-' + config.subset
+    wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config, 'workers')} | meta
     path, done = (os.path.join(config.out, name) for name in ('unfinished.json', 'meta.json'))
     if os.path.exists(path) and os.path.exists(done):  # killed at its very last step
         os.remove(path)
@@ -712,14 +813,12 @@ def make_fineweb_edu(config):
                 break
     state['shards'] = {name: of.commit() for name, of in shards.items()}
     write_json(path, state)
-    for of in shards.values():
-        of.close()
+    splits = {}
     for name, of in state['shards'].items():
+        shards[name].close()
         if not of:
             clear(config.out)
             raise ConfigError(f'none of the {total:,} tokens fell into {name}; take more text or another val_fraction.')
-    splits = {}
-    for name, of in state['shards'].items():
         digest = hashlib.sha256(''.join(s['sha256'] for s in of).encode()).hexdigest()
         splits[name] = {'tokens': sum(s['tokens'] for s in of), 'documents': state['documents'][name], 'sha256': digest}
         splits[name]['shards'] = [{'tokens': s['tokens'], 'sha256': s['sha256']} for s in of]
@@ -761,11 +860,8 @@ class S5Config:
         for name in ('dictionary_size', 'distractors'):
             if not self.retrieval and getattr(self, name):
                 raise ConfigError(f'{name}={getattr(self, name)} needs a dictionary; set retrieval=True or {name}=0.')
-            if self.retrieve_by == 'state' and getattr(self, name):
-                raise ConfigError(
-                    f'{name}={getattr(self, name)} is not possible with retrieve_by=state, where every element '
-                    f'is a key; set {name}=0.'
-                )
+            if self.retrieve_by == 'state' and (value := getattr(self, name)):
+                raise ConfigError(f'{name}={value} fits no retrieve_by=state, where every element is a key; set {name}=0.')
         if self.retrieve_by == 'state' and not self.retrieval:
             raise ConfigError('retrieve_by=state needs a dictionary; set retrieval=True or retrieve_by=action.')
         elements, actions = math.factorial(self.group), len(self.action_ids)
@@ -857,10 +953,8 @@ def plan(config):
         left = {s: supply[s] - taken[s] if split == 'train' else quarter[s] for s in lengths}
         wanted, most = getattr(config, f'n_{split}'), sum(left.values())
         if wanted > most:
-            raise ConfigError(
-                f'n_{split}={wanted} is not possible: of the {sum(supply[s] for s in lengths)} different examples with '
-                f'{name}={getattr(config, name)} there are {most} for {split}; lower n_{split} or allow more steps.'
-            )
+            why = f'with {name}={getattr(config, name)} there are {most} different examples for {split}'
+            raise ConfigError(f'n_{split}={wanted} is not possible: {why}; lower n_{split} or allow more steps.')
         weight = {s: Fraction(s**-config.length_bias) for s in lengths}
         shares[split], total = {}, sum(weight.values())
         for s in sorted(lengths, key=lambda s: left[s] / weight[s]):  # the scarcest first: what it lacks goes to the others
@@ -956,8 +1050,7 @@ def make_s5(config):
     Vocabulary: n! elements, then n_values values, delimiter, slot, pad; it is the same with and without retrieval.
     """
     out = config.out or f'data/s{config.group}'
-    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite')}
-    wanted = {'kind': 'task', 'task': 's5', 'settings': settings}
+    wanted = {'kind': 'task', 'task': 's5', 'settings': settings_of(config)}
     if is_ready(out, config.overwrite, wanted):
         return
     names = ['p' + ''.join(map(str, p)) for p in itertools.permutations(range(config.group))]
@@ -967,66 +1060,134 @@ def make_s5(config):
     vocabulary = {'tokenizer': 'names', 'names': names, 'vocab_size': len(names), 'pad_token': len(names) - 1}
     seen, shares = defaultdict(set), plan(config)
     longest, splits = ({name: None for name in ('train', 'val', 'test')} for _ in range(2))
+    meta = wanted | vocabulary | {'aligned': True, 'longest': longest, 'scores': scores, 'splits': splits}
     total = sum(sum(share.values()) for share in shares.values())
     with work_folder(out) as work, tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
         for index, (name, share) in enumerate(shares.items()):  # test and val first: they stay the same for any n_train
             arrays = draw_split(config, index, {s: k for s, k in share.items() if k}, seen, progress)
-            np.savez(f'{work}/{name}.npz', **arrays)
-            longest[name] = arrays['tokens'].shape[1]
-            splits[name] = {'examples': len(arrays['steps']), 'sha256': file_sha256(f'{work}/{name}.npz')}
+            save_split(work, meta, name, arrays, {'examples': len(arrays['steps'])})
         progress.close()
-        publish(work, out, wanted | vocabulary | {'aligned': True, 'longest': longest, 'scores': scores, 'splits': splits})
+        publish(work, out, meta)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
 # Tasks made of text: a prompt, then a response that ends in `#### answer`
 
 
-def write_task(config, out, meta, examples, longest=0, drop_longer=False):
+@dataclass
+class TextTaskConfig:
+    """The settings that every task made of text has."""
+
+    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
+    chat: bool = key(True, "ask in the chat template of the tokenizer's folder, where there is one")
+    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
+    drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
+    pack: int = key(0, 'tokens of a row of train, which several examples share; 0: a row each')
+    score_prompt: bool = key(False, 'train on the prompt too')
+    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
+    out: str = key('', 'the folder to write; empty: data/ and the name of the dataset')
+    overwrite: bool = key(False, 'replace what `out` holds')
+
+    def check(self):
+        within('longest', self.longest, 0, 10**6, 'a limit is 1 to 10^6 tokens, and 0 is none')
+        within('pack', self.pack, 0, 10**6, 'a row has 1 to 10^6 tokens, and 0 packs nothing')
+        if self.drop_longer and not self.longest:
+            raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
+
+
+def make_task(task, config):
+    """A task made of text: its examples, drawn from a seed or read, as write_task() writes them."""
+    out, wanted = config.out or f'data/{task}', {'kind': 'task', 'task': task, 'settings': settings_of(config, 'source')}
+    if isinstance(config, QuestionConfig):
+        wanted['source'] = source_names(config.source) if config.source else HUB[task][0]
+    wanted |= tokenizer_meta(config.tokenizer)
+    if config.chat and 'tokenizer_json' in wanted:
+        wanted |= chat_meta(config.tokenizer, wanted['tokenizer_json'])
+    if not is_ready(out, config.overwrite, wanted):
+        examples = read_questions(task, config) if isinstance(config, QuestionConfig) else draw_task(config)
+        write_task(config, out, wanted, examples)
+
+
+def encode_example(meta, example):
+    """(prompt, response) of an example as arrays of tokens: the document token and the prompt, or the conversation that asks
+    it; the response and the token that ends it."""
+    question, end = example['prompt'], meta.get('stop_token', meta['document_token'])
+    if 'chat_template' in meta:
+        prompt = np.array(chat_tokens(meta, [{'role': 'user', 'content': question.strip()}]), meta['dtype'])
+        if question.strip().encode() not in decode(meta, prompt):
+            raise ConfigError(f'the chat template or its tokenizer changes the text {question[:40]!r}...; take --chat=False.')
+    else:
+        prompt = tokens_of(meta, question.encode())
+    response = [tokens_of(meta, example['response'].encode(), opens=False), np.array([end], meta['dtype'])]
+    return prompt, np.concatenate(response)
+
+
+def pack_rows(lengths, size):
+    """The examples (numbers) of each row of `size` tokens, by first fit decreasing: the longest first, each into the first row
+    that has room for it; of equals the earlier first."""
+    rows, room = [], np.full(len(lengths), size, np.int32)
+    for i in np.argsort(-lengths, kind='stable').tolist():
+        row = int(np.argmax(room[: len(rows) + 1] >= lengths[i]))  # behind the last row there is an empty one
+        rows += [[]] if row == len(rows) else []
+        rows[row].append(i)
+        room[row] -= lengths[i]
+    return rows
+
+
+def write_task(config, out, meta, examples):
     """Writes {split: [{'prompt', 'response', 'answer', 'depth'}]} as SPLIT.npz and, as it is, SPLIT.jsonl, one a line.
 
-    A row of tokens (N, T) is: document token, prompt, response, document token, padding. Targets (N, T) are those of the next
-    token (meta: aligned False; s5 has True): target i is token i + 1 if that is one of the response or the token that ends it,
-    else -1; with score_prompt the prompt's count too. recur_mask (N, T) is True on the response, with recur_on_prompt on the
-    prompt. lengths (N,) in tokens without padding; prompt_lengths (N,) up to the first token of the response, which is what
-    to decode from; steps (N,) is the depth. Examples above `longest` tokens (0: any length) are left out with drop_longer;
-    otherwise they are a ConfigError, before anything is written.
+    A row of tokens (N, T) is: document token, prompt, response, document token, padding; with a chat template the conversation,
+    response, stop_token, padding. Targets (N, T) are those of the next token (meta: aligned False; s5 has True): target i is
+    token i + 1 if that is one of the response or the token that ends it, else -1; with score_prompt the prompt's count too.
+    recur_mask (N, T) is True on the response, with recur_on_prompt on the prompt. lengths (N,) in tokens without padding;
+    prompt_lengths (N,) up to the first token of the response, which is what to decode from; steps (N,) is the depth. Examples
+    above `longest` tokens are left out with drop_longer; otherwise they are a ConfigError, before anything is written.
+
+    With `pack` a row of train holds several examples, each as it would stand alone, and T is `pack`. Then N counts rows, meta
+    says how many, and prompt_lengths and steps, which belong to one example, are left out.
     """
-    bound = meta['document_token']
+    bound, longest = meta['document_token'], config.longest
     meta = meta | {'pad_token': bound, 'aligned': False, 'scores': {}, 'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
-    examples, rows = dict(examples), {}
+    examples, encodings = dict(examples), {}
     for name, of in examples.items():
-        encoded = [(tokens_of(meta, e['prompt'].encode()), tokens_of(meta, e['response'].encode(), opens=False)) for e in of]
-        lengths = [len(p) + len(r) + 1 for p, r in encoded]
+        encoded = [encode_example(meta, e) for e in of]
+        lengths = [len(p) + len(r) for p, r in encoded]
         fits = [not longest or n <= longest for n in lengths]
-        if not all(fits) and not (drop_longer and any(fits)):
-            raise ConfigError(
-                f'{fits.count(False)} of the {len(fits)} examples of {name} are above longest={longest} tokens, the longest '
-                f'has {max(lengths)}; take longest={max(lengths)}, or drop_longer=True where some fit.'
-            )
+        if not all(fits) and not (config.drop_longer and any(fits)):
+            why = f'{fits.count(False)} of the {len(fits)} examples of {name} are above longest={longest} tokens'
+            raise ConfigError(f'{why}; take longest={max(lengths)}, the longest, or drop_longer=True where some fit.')
         if not all(fits):
             print(f'{name}: left out {fits.count(False)} examples above {longest} tokens')
-        examples[name] = list(itertools.compress(of, fits))
-        rows[name] = list(itertools.compress(encoded, fits))
+        examples[name], encodings[name] = (list(itertools.compress(all_of, fits)) for all_of in (of, encoded))
+        most = max(itertools.compress(lengths, fits))
+        if config.pack and name == 'train' and most > config.pack:
+            raise ConfigError(f'pack={config.pack} is too short for an example of {most} tokens; take pack={most} or more.')
     with work_folder(out) as work:
         for name, of in examples.items():
-            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r) + 1) for p, r in rows[name]]).T
-            shape = len(of), int(lengths.max())
+            encoded = encodings.pop(name)
+            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r)) for p, r in encoded]).T
+            packed = config.pack and name == 'train'
+            rows = pack_rows(lengths, config.pack) if packed else [[i] for i in range(len(of))]
+            shape = len(rows), config.pack if packed else int(lengths.max())
             tokens, recur_mask = np.full(shape, bound, meta['dtype']), np.zeros(shape, dtype=bool)
             targets = np.full(shape, -1, dtype=np.int16 if meta['vocab_size'] <= 2**15 else np.int32)
-            for i, (prompt, response) in enumerate(rows.pop(name)):
-                row, p = np.concatenate([prompt, response, tokens[i, :1]]), len(prompt)  # the padding's token ends it
-                scored = 0 if config.score_prompt else p - 1
-                tokens[i, : len(row)] = row
-                targets[i, scored : len(row) - 1] = row[scored + 1 :]
-                recur_mask[i, 0 if config.recur_on_prompt else p : len(row)] = True
-            arrays = {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask, 'lengths': lengths}
-            steps = np.array([e['depth'] for e in of])
-            np.savez(f'{work}/{name}.npz', **arrays, prompt_lengths=prompt_lengths, steps=steps)
+            for row, members in enumerate(rows):
+                start = 0
+                for prompt, response in (encoded[i] for i in members):
+                    p, end = start + len(prompt), start + len(prompt) + len(response)
+                    tokens[row, start:p], tokens[row, p:end] = prompt, response
+                    scored = start if config.score_prompt else p - 1
+                    targets[row, scored : end - 1] = tokens[row, scored + 1 : end]
+                    recur_mask[row, start if config.recur_on_prompt else p : end] = True
+                    start = end
+            arrays = {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask}
+            arrays['lengths'] = np.array([lengths[members].sum() for members in rows])
+            if not packed:
+                arrays |= {'prompt_lengths': prompt_lengths, 'steps': np.array([e['depth'] for e in of])}
             with open(f'{work}/{name}.jsonl', 'w', encoding='utf-8') as f:
                 f.writelines(json.dumps(e, ensure_ascii=False) + '\n' for e in of)
-            meta['longest'][name] = shape[1]
-            meta['splits'][name] = {'examples': len(of), 'sha256': file_sha256(f'{work}/{name}.npz')}
+            save_split(work, meta, name, arrays, {'examples': len(of)} | ({'rows': len(rows)} if packed else {}))
             meta['jsonl_sha256'][name] = file_sha256(f'{work}/{name}.jsonl')
         publish(work, out, meta)
 
@@ -1136,137 +1297,122 @@ PEOPLE = 'Ann Ben Cal Dan Eva Fay Gus Hal Ida Jon Kim Leo Mia Ned Ora Pat Quin R
 
 
 @dataclass
-class AssignmentConfig:
-    depth: str = key('1-4', 'aliases between the variable asked for and its number, in train and val: a number or a range')
+class DrawnConfig(TextTaskConfig):
+    """The settings of a task made from a seed. A subclass has its own `depth`, and draw(rng, depth) -> (prompt, answer)."""
+
     test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
-    variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
-    values: str = key('0-99', 'the numbers that variables are given, a range')
-    form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ('plain', 'words', 'code'))
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
-    score_prompt: bool = key(False, 'train on the prompt too')
-    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
     seed: int = key(0, 'of all draws')
     n_train: int = key(100_000, 'examples of train')
     n_val: int = key(2_000, 'examples of val')
     n_test: int = key(2_000, 'examples of test')
-    out: str = key('data/variable_assignment', 'the folder to write')
-    overwrite: bool = key(False, 'replace what `out` holds')
+
+    most = 25  # the greatest depth that can be asked for
+
+    def depths(self, split):
+        """The depths of a split, as a range."""
+        name = 'test_depth' if split == 'test' and self.test_depth else 'depth'
+        return number_range(name, getattr(self, name), 1, self.most, f'a depth is 1 to {self.most}')
+
+    @property
+    def deepest(self):
+        return max(self.depths(split)[-1] for split in ('train', 'test'))
 
     def check(self):
-        deepest = check_drawn(self, 25)
-        why = f'a chain of {deepest} aliases has {deepest + 1} variables, and there are 26 names'
-        within('variables', self.variables, deepest + 1, 26, why)
-        number_range('values', self.values, 0, 10**8, 'numbers are 0 to 10^8')
-
-
-def draw_assignment(config, rng, depth):
-    """(prompt, answer): every statement gives a variable a number or an earlier variable; the last one of the chain is asked
-    for. Distractors may be aliases of the chain's variables."""
-    names = rng.sample(PEOPLE if config.form == 'words' else LETTERS, config.variables)
-    chain = sorted(rng.sample(range(config.variables), depth + 1))
-    previous = dict(zip(chain, [None, *chain], strict=False))
-    values = number_range('values', config.values, 0, 10**8, '')
-    said, value = [], []
-    for i in range(config.variables):
-        alias = previous[i] if i in previous else rng.choice([None, rng.randrange(i)]) if i else None
-        value.append(rng.choice(values) if alias is None else value[alias])
-        said.append((names[i], value[i] if alias is None else names[alias], alias is None))
-    asked = names[chain[-1]]
-    if config.form == 'plain':
-        prompt = ''.join(f'{name}={what}; ' for name, what, _ in said) + f'{asked}?\n'
-    elif config.form == 'code':
-        prompt = ''.join(f'{name} = {what}\n' for name, what, _ in said) + f'print({asked})\n'
-    else:
-        has = ('{} has as many marbles as {}. ', '{} has {} marbles. ')
-        prompt = ''.join(has[direct].format(name, what) for name, what, direct in said)
-        prompt += f'How many marbles does {asked} have?\n'
-    return prompt, str(value[chain[-1]])
+        TextTaskConfig.check(self)
+        within('seed', self.seed, 0, math.inf, 'a seed is not negative')
+        for name in ('n_train', 'n_val', 'n_test'):
+            within(name, getattr(self, name), 1, 10**7, 'a split has 1 to 10^7 examples')
 
 
 @dataclass
-class PathConfig:
-    depth: str = key('2-5', 'edges of the path in train and val: a number or a range')
-    test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
-    width: int = key(3, 'nodes of a layer: one on the path, the others lead astray')
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
-    score_prompt: bool = key(False, 'train on the prompt too')
-    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
-    seed: int = key(0, 'of all draws')
-    n_train: int = key(100_000, 'examples of train')
-    n_val: int = key(2_000, 'examples of val')
-    n_test: int = key(2_000, 'examples of test')
-    out: str = key('data/pathfinding', 'the folder to write')
-    overwrite: bool = key(False, 'replace what `out` holds')
+class AssignmentConfig(DrawnConfig):
+    depth: str = key('1-4', 'aliases between the variable asked for and its number, in train and val: a number or a range')
+    variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
+    values: str = key('0-99', 'the numbers that variables are given, a range')
+    form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ('plain', 'words', 'code'))
 
     def check(self):
-        deepest = check_drawn(self, 300)
-        within('width', self.width, 2, 999 // deepest, f'{deepest} layers of two or more, 1000 nodes at most')
+        DrawnConfig.check(self)
+        least = self.deepest + 1
+        within('variables', self.variables, least, 26, f'a chain of {least - 1} aliases has {least} of the 26 variables')
+        number_range('values', self.values, 0, 10**8, 'numbers are 0 to 10^8')
+
+    def draw(self, rng, depth):
+        """Every statement gives a variable a number or an earlier variable; the last one of the chain is asked for.
+        Distractors may be aliases of the chain's variables."""
+        names = rng.sample(PEOPLE if self.form == 'words' else LETTERS, self.variables)
+        chain = sorted(rng.sample(range(self.variables), depth + 1))
+        previous = dict(zip(chain, [None, *chain], strict=False))
+        values = number_range('values', self.values, 0, 10**8, '')
+        said, value = [], []
+        for i in range(self.variables):
+            alias = previous[i] if i in previous else rng.choice([None, rng.randrange(i)]) if i else None
+            value.append(rng.choice(values) if alias is None else value[alias])
+            said.append((names[i], value[i] if alias is None else names[alias], alias is None))
+        asked = names[chain[-1]]
+        if self.form == 'plain':
+            prompt = ''.join(f'{name}={what}; ' for name, what, _ in said) + f'{asked}?\n'
+        elif self.form == 'code':
+            prompt = ''.join(f'{name} = {what}\n' for name, what, _ in said) + f'print({asked})\n'
+        else:
+            has = ('{} has as many marbles as {}. ', '{} has {} marbles. ')
+            prompt = ''.join(has[direct].format(name, what) for name, what, direct in said)
+            prompt += f'How many marbles does {asked} have?\n'
+        return prompt, str(value[chain[-1]])
 
 
-def draw_path(config, rng, depth):
-    """(prompt, answer): the edges of a layered graph in random order, then start and goal; the nodes of the shortest path.
+@dataclass
+class PathConfig(DrawnConfig):
+    depth: str = key('2-5', 'edges of the path in train and val: a number or a range')
+    width: int = key(3, 'nodes of a layer: one on the path, the others lead astray')
 
-    A path node has one edge into it from the layer before, from the path. The other nodes of a layer are reached from one or
-    two nodes of the layer before, and some lead sideways to the path's node of their layer: longer ways. Those of the
-    goal's layer lead nowhere. So exactly one path has `depth` edges, and no path has fewer.
-    """
-    deepest = max(number_range('depth', text, 1, 300, '')[-1] for text in (config.depth, config.test_depth or config.depth))
-    labels = rng.sample(range(100 if 1 + deepest * config.width <= 100 else 1000), 1 + depth * config.width)
-    layers = [labels[:1]] + [labels[1 + i * config.width :][: config.width] for i in range(depth)]  # the path's node first
-    edges = []
-    for i, (before, layer) in enumerate(itertools.pairwise(layers), start=1):
-        edges.append((before[0], layer[0]))
-        for node in layer[1:]:
-            edges += [(b, node) for b in rng.sample(before, rng.randint(1, min(2, len(before))))]
-            if i < depth and rng.random() < 0.25:
-                edges.append((node, layer[0]))
-    rng.shuffle(edges)
-    prompt = ' '.join(f'{a}>{b}' for a, b in edges) + f'\n{layers[0][0]} to {layers[-1][0]}?\n'
-    return prompt, ' '.join(str(layer[0]) for layer in layers)
+    most = 300
+
+    def check(self):
+        DrawnConfig.check(self)
+        within('width', self.width, 2, 999 // self.deepest, f'{self.deepest} layers of two or more, 1000 nodes at most')
+
+    def draw(self, rng, depth):
+        """The edges of a layered graph in random order, then start and goal; the answer is the nodes of the shortest path.
+
+        A path node has one edge into it from the layer before, from the path. The other nodes of a layer are reached from one
+        or two nodes of the layer before, and some lead sideways to the path's node of their layer: longer ways. Those of the
+        goal's layer lead nowhere. So exactly one path has `depth` edges, and no path has fewer.
+        """
+        width = self.width
+        labels = rng.sample(range(100 if 1 + self.deepest * width <= 100 else 1000), 1 + depth * width)
+        layers = [labels[:1]] + [labels[1 + i * width :][:width] for i in range(depth)]  # the path's node first
+        edges = []
+        for i, (before, layer) in enumerate(itertools.pairwise(layers), start=1):
+            edges.append((before[0], layer[0]))
+            for node in layer[1:]:
+                edges += [(b, node) for b in rng.sample(before, rng.randint(1, min(2, len(before))))]
+                if i < depth and rng.random() < 0.25:
+                    edges.append((node, layer[0]))
+        rng.shuffle(edges)
+        prompt = ' '.join(f'{a}>{b}' for a, b in edges) + f'\n{layers[0][0]} to {layers[-1][0]}?\n'
+        return prompt, ' '.join(str(layer[0]) for layer in layers)
 
 
-def check_drawn(config, most):
-    """ConfigError for an impossible depth, seed or count of a task made from a seed; returns its greatest depth."""
-    ranges = [
-        number_range('depth', config.depth, 1, most, f'a depth is 1 to {most}'),
-        number_range('test_depth', config.test_depth or config.depth, 1, most, f'a depth is 1 to {most}'),
-    ]
-    within('seed', config.seed, 0, math.inf, 'a seed is not negative')
-    for name in ('n_train', 'n_val', 'n_test'):
-        within(name, getattr(config, name), 1, 10**7, 'a split has 1 to 10^7 examples')
-    return max(r[-1] for r in ranges)
-
-
-def make_drawn(task, draw, config):
-    """A task made from a seed: every split spreads its examples evenly over its depths, and no prompt occurs twice.
-
-    ConfigError when a thousand draws of a depth bring nothing new.
-    """
-    settings = {k: v for k, v in asdict(config).items() if k not in ('out', 'overwrite')}
-    wanted = {'kind': 'task', 'task': task, 'settings': settings} | tokenizer_meta(config.tokenizer)
-    if is_ready(config.out, config.overwrite, wanted):
-        return
+def draw_task(config):
+    """{split: examples} of a task made from a seed: every split spreads its examples evenly over its depths, and no prompt
+    occurs twice. ConfigError when a thousand draws of a depth bring nothing new."""
     examples, seen = {'train': [], 'val': [], 'test': []}, set()
     total = config.n_train + config.n_val + config.n_test
     with tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
         for split in ('test', 'val', 'train'):  # test and val first: they stay the same for any n_train
-            text = config.test_depth if split == 'test' and config.test_depth else config.depth
-            depths, rng = number_range('depth', text, 1, 300, ''), random.Random(f'{config.seed} {split}')
-            for i in range(getattr(config, f'n_{split}')):
+            depths, rng, wanted = config.depths(split), random.Random(f'{config.seed} {split}'), getattr(config, f'n_{split}')
+            for i in range(wanted):
                 depth = depths[i % len(depths)]
-                for _ in range(1_000):
-                    prompt, answer = draw(config, rng, depth)
-                    if prompt not in seen:
-                        break
-                else:
-                    raise ConfigError(
-                        f'n_{split}={getattr(config, f"n_{split}")} is not possible: new examples of depth {depth} run out '
-                        f'after {i}; lower n_{split}, or allow more depths or a larger example.'
-                    )
+                fresh = (example for _ in range(1_000) if (example := config.draw(rng, depth))[0] not in seen)
+                prompt, answer = next(fresh, (None, None))
+                if prompt is None:
+                    why = f'examples of depth {depth} run out after {i}'
+                    raise ConfigError(f'n_{split}={wanted} is not possible: {why}; lower it, or allow larger examples.')
                 seen.add(prompt)
                 examples[split].append({'prompt': prompt, 'response': f'#### {answer}', 'answer': answer, 'depth': depth})
                 progress.update()
-    write_task(config, config.out, wanted, examples)
+    return examples
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -1284,72 +1430,56 @@ HUB = {  # what `datasets` loads: plain files, no code of theirs
 
 
 @dataclass
-class QuestionConfig:
+class QuestionConfig(TextTaskConfig):
     source: str = key('', 'a jsonl, json or parquet file of the same format, or a folder of them; empty: the hub')
     val_fraction: float = key(0.05, 'share of the examples that goes to val where the source has train or val alone')
-    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
-    drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
-    tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or the path of a tokenizer.json')
-    score_prompt: bool = key(False, 'train on the prompt too')
-    recur_on_prompt: bool = key(False, 'read memory on the prompt too')
-    out: str = key('', 'the folder to write; empty: data/ and the name of the dataset')
-    overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        if not 0 < self.val_fraction < 1:
-            raise ConfigError(f'val_fraction={self.val_fraction:g} is not between 0 and 1; write it like val_fraction=0.05.')
-        within('longest', self.longest, 0, 10**6, 'a limit is 1 to 10^6 tokens, and 0 is none')
-        if self.drop_longer and not self.longest:
-            raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
+        TextTaskConfig.check(self)
+        check_fraction(self.val_fraction)
 
 
 def read_rows(path):
     """The rows of a jsonl, json (a list) or parquet file; ConfigError for what is none."""
+    where = ''
     try:
         if path.endswith('.parquet'):
-            try:
-                return extra('pyarrow.parquet').read_table(path).to_pylist()
-            except extra('pyarrow').ArrowException as e:
-                raise ValueError(e) from None
+            return extra('pyarrow.parquet').read_table(path).to_pylist()
         text = Path(path).read_bytes().decode('utf-8')
         rows = json.loads(text or '[]') if path.endswith('.json') else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')
         for number, line in enumerate(text.split('\n') if path.endswith('.jsonl') else (), start=1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except ValueError as e:
-                    raise ValueError(f'line {number}: {e}') from None
+            where = f'line {number}: '
+            rows += [json.loads(line)] if line.strip() else []
         return rows
-    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ConfigError(f'{path} cannot be read ({e}); it should hold one JSON object a row.') from None
-
-
-def read_source(source):
-    """{'train' | 'val' | 'test': [(where, row)]} of a file or of the data files in a folder, told by the words train, val,
-    valid, validation, dev and test in their names; a name with none of them is train."""
-    found, ends = {}, ('.jsonl', '.json', '.parquet')
-    source = os.path.expanduser(source)
-    paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
-    if not os.path.exists(source):
-        raise ConfigError(f'source={source} is not there; name a file or a folder.')
-    paths = [p for p in paths if p.endswith(ends) and os.path.isfile(p)]
-    if not paths:
-        raise ConfigError(f'source={source} is no file, and holds none, that ends in {", ".join(ends)}; name one that is.')
-    for path in paths:
-        rows = read_rows(path)
-        if not rows:
-            raise ConfigError(f'{path} is empty; leave it out of the source.')
-        found.setdefault(split_named(os.path.basename(path)), []).extend(
-            (f'{path}, example {number}', row) for number, row in enumerate(rows, start=1)
-        )
-    return found
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as e:  # of three parsers
+        raise ConfigError(f'{path} cannot be read ({where}{e}); it should hold one JSON object a row.') from None
 
 
 def split_named(name):
+    """The split of a file or of a part of a hub's dataset, by the words in its name; one with none of them is train."""
     words = re.split(r'[^a-z]+', name.lower())
     return 'test' if 'test' in words else 'val' if {'val', 'valid', 'validation', 'dev'} & {*words} else 'train'
+
+
+def read_source(source):
+    """{'train' | 'val' | 'test': [(where, row)]} of a file or of the data files in a folder, told apart by their names."""
+    found, source = {}, os.path.expanduser(source)
+    if not os.path.exists(source):
+        raise ConfigError(f'source={source} is not there; name a file or a folder.')
+    paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
+    paths = [p for p in paths if p.endswith(('.jsonl', '.json', '.parquet')) and os.path.isfile(p)]
+    if not paths:
+        raise ConfigError(f'source={source} is no jsonl, json or parquet file, and holds none; name one that is.')
+    for path in paths:
+        rows = [(f'{path}, example {number}', row) for number, row in enumerate(read_rows(path), start=1)]
+        if not rows:
+            raise ConfigError(f'{path} is empty; leave it out of the source.')
+        found.setdefault(split_named(os.path.basename(path)), []).extend(rows)
+    return found
 
 
 def read_hub(task):
@@ -1359,11 +1489,8 @@ def read_hub(task):
     try:
         found = load_dataset(path, **options)
     except Exception as e:  # of the hub, the network, the cache: dozens of classes
-        said = ' '.join(str(e).split())[:200]
-        raise ConfigError(
-            f'{task} could not be loaded from the hub ({type(e).__name__}: {said}); try again with a network, or name local '
-            'files by source.'
-        ) from None
+        why = f'{task} could not be loaded from the hub ({type(e).__name__}: {" ".join(str(e).split())[:200]})'
+        raise ConfigError(f'{why}; try again with a network, or name local files by source.') from None
     return {split_named(name): [(f'{task}, {name} {i}', row) for i, row in enumerate(of, 1)] for name, of in found.items()}
 
 
@@ -1403,18 +1530,12 @@ def question_example(task, row):
     return {'prompt': question + '\n', 'response': response, 'answer': answer, 'depth': depth}
 
 
-def make_questions(task, config):
-    """A question-answer dataset: train, val and test as its source has them; test alone is for evaluation alone.
+def read_questions(task, config):
+    """{split: examples} of a question-answer dataset as its source has them; test alone is for evaluation alone.
 
-    Where only one of train and val is there, the prompts with the smallest sha256 make val: val_fraction of the distinct
-    ones, at least one. What a later split holds is left out of an earlier one, in the order train, val, test.
+    Where only one of train and val is there, the prompts with the smallest sha256 make val. What a later split holds is left
+    out of an earlier one, in the order train, val, test.
     """
-    out = config.out or f'data/{task}'
-    settings = {k: v for k, v in asdict(config).items() if k not in ('source', 'out', 'overwrite')}
-    about = os.path.basename(os.path.normpath(config.source)) if config.source else HUB[task][0]
-    wanted = {'kind': 'task', 'task': task, 'source': about, 'settings': settings} | tokenizer_meta(config.tokenizer)
-    if is_ready(out, config.overwrite, wanted):
-        return
     examples = {}
     for split, rows in (read_source(config.source) if config.source else read_hub(task)).items():
         examples[split] = []
@@ -1426,61 +1547,44 @@ def make_questions(task, config):
             except (TypeError, ValueError, AttributeError, IndexError) as e:
                 raise ConfigError(f'{where} is not of the form of {task} ({e}).') from None
     if ('train' in examples) != ('val' in examples):
-        pool = examples.pop('train', None) or examples.pop('val')
-        digest = {e['prompt']: hashlib.sha256(e['prompt'].encode()).digest() for e in pool}
-        n_val = min(max(round(config.val_fraction * len(digest)), 1), len(digest) - 1)
-        val = set(sorted(digest, key=digest.get)[:n_val])
-        examples['train'] = [e for e in pool if e['prompt'] not in val]
-        examples['val'] = [e for e in pool if e['prompt'] in val]
+        pool = [(hashlib.sha256(e['prompt'].encode()).digest(), e) for e in examples.get('train') or examples['val']]
+        in_val = smallest([digest for digest, _ in pool], config.val_fraction)
+        for name in ('train', 'val'):
+            examples[name] = [e for digest, e in pool if (digest in in_val) == (name == 'val')]
     examples, later = {name: examples[name] for name in ('train', 'val', 'test') if name in examples}, set()
     for name in reversed(examples):
         of = [e for e in examples[name] if e['prompt'] not in later]
         if copies := len(examples[name]) - len(of):
             print(f'{name}: left out {copies} examples that another split holds')
         if not of:
-            raise ConfigError(f'source={about} has no example for {name} alone; train and val need different ones.')
+            raise ConfigError(f'the source of {task} has no example for {name} alone; train and val need different ones.')
         examples[name] = of
         later.update(e['prompt'] for e in of)
-    write_task(config, out, wanted, examples, config.longest, config.drop_longer)
+    return examples
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
 
-DATASETS = {
+SEEDED, QUESTIONS = 'any number of examples, no network', 'network, or local files'
+DATASETS = {  # name: its settings, what makes it, and its line in the list
     'text': (TextConfig, make_text, 'your text files, or the Python standard library: 12 MB, no network'),
     'fineweb_edu': (
         FineWebEduConfig,
         make_fineweb_edu,
-        'educational web pages: 20 or 200 GB, network; or your parquet, jsonl and txt files, no network',
+        'web pages: 20 or 200 GB, network; or your parquet, jsonl, txt files',
     ),
-    's5': (S5Config, make_s5, 'permutations to compose and values to look up: any number of examples, no network'),
-    'variable_assignment': (
-        AssignmentConfig,
-        functools.partial(make_drawn, 'variable_assignment', draw_assignment),
-        'chains of aliases among distractors, the value of a variable: any number of examples, no network',
-    ),
-    'pathfinding': (
-        PathConfig,
-        functools.partial(make_drawn, 'pathfinding', draw_path),
-        'the unique shortest path through a layered graph with dead ends: any number of examples, no network',
-    ),
-    'prosqa': (QuestionConfig, functools.partial(make_questions, 'prosqa'), '18,686 logical questions about a graph; network'),
-    'gsm8k': (QuestionConfig, functools.partial(make_questions, 'gsm8k'), '8,792 word problems with reasoning; network'),
-    'gsm8k_aug': (
-        QuestionConfig,
-        functools.partial(make_questions, 'gsm8k_aug'),
-        '386,000 word problems with equations as reasoning; network',
-    ),
-    'hotpotqa': (
-        QuestionConfig,
-        functools.partial(make_questions, 'hotpotqa'),
-        '97,852 questions over ten paragraphs, without test; network',
-    ),
-    'math500': (
-        QuestionConfig,
-        functools.partial(make_questions, 'math500'),
-        '500 competition problems, test alone: for evaluation; network',
-    ),
+    's5': (S5Config, make_s5, f'permutations to compose and values to look up: {SEEDED}'),
+} | {
+    task: (config_class, functools.partial(make_task, task), line)
+    for task, config_class, line in (
+        ('variable_assignment', AssignmentConfig, f'chains of aliases among distractors: {SEEDED}'),
+        ('pathfinding', PathConfig, f'the unique shortest path through a layered graph: {SEEDED}'),
+        ('prosqa', QuestionConfig, f'18,686 logical questions about a graph: {QUESTIONS}'),
+        ('gsm8k', QuestionConfig, f'8,792 word problems with reasoning: {QUESTIONS}'),
+        ('gsm8k_aug', QuestionConfig, f'386,000 word problems with equations as reasoning: {QUESTIONS}'),
+        ('hotpotqa', QuestionConfig, f'97,852 questions over ten paragraphs, without test: {QUESTIONS}'),
+        ('math500', QuestionConfig, f'500 competition problems, test alone, for evaluation: {QUESTIONS}'),
+    )
 }
 
 

@@ -202,7 +202,7 @@ class Text:
         """Takes a token; returns whether it ends the row."""
         self.tokens.append(token)
         self.likelihoods.append(likelihood)
-        if token == self.meta['document_token']:
+        if token in (self.meta['document_token'], self.meta.get('stop_token')):
             self.finish = 'stop'
             return True
         before = len(self.text)

@@ -221,7 +221,8 @@ class Dataset:
                 else:
                     with np.load(path) as arrays:
                         arrays = self.splits[name] = dict(arrays)
-                    shape = self.meta['splits'][name]['examples'], self.longest[name]
+                    about = self.meta['splits'][name]  # several examples share a row of a packed split
+                    shape = about.get('rows', about['examples']), self.longest[name]
                     for array in ('tokens', 'targets', 'recur_mask'):
                         self.expect(shape, arrays[array].shape, f'shape of {array}')
                         self.expect(True, arrays[array].dtype.kind in 'iub', f'whole numbers in {array}')
@@ -257,6 +258,14 @@ class Dataset:
             if not self.is_text and (longest := self.split(name)['tokens'].shape[1]) > config.block_size:
                 raise ConfigError(
                     f'{self.folder} has examples of {longest} tokens, above block_size={config.block_size}; take {longest}.'
+                )
+        if not self.is_text and 'rows' in self.meta['splits']['train']:
+            token = self.meta.get('document_token')
+            if config.reset_token != token or not config.document_attention:
+                raise ConfigError(
+                    f'{self.folder} has several examples in a row, which would read each other with reset_token='
+                    f'{config.reset_token} and document_attention={config.document_attention}; '
+                    f'take --reset_token={token} --document_attention=True, or prepare it with pack=0.'
                 )
         if config.document_rows:
             token = self.meta.get('document_token') if self.is_text else None

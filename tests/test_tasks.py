@@ -10,11 +10,15 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from test_prepare_data import load, make, refuse, snapshot
 
+import eval as evaluation
 import prepare_data
 import train
+from configurator import ConfigError
 from prepare_data import decode, encode, extract_answer, quantity, same_answer
 from train import TrainConfig
 
@@ -591,3 +595,127 @@ def test_strange_answers_never_raise():
             assert same_answer(task, a, b) == same_answer(task, b, a)
             assert same_answer(task, a, a)
             assert extract_answer(task, a) is None or '\n' not in extract_answer(task, a) or task == 'math500'
+
+
+# Rows that examples share
+
+
+def first_fit(lengths, size):
+    """The rows of first fit decreasing, by trying them all."""
+    rows = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((row for row in rows if sum(lengths[k] for k in row) + lengths[i] <= size), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(i)
+    return rows
+
+
+def test_rows_are_filled_by_first_fit_decreasing():
+    rng = random.Random(5)
+    for _ in range(300):
+        size = rng.randint(1, 40)
+        lengths = [rng.randint(1, rng.randint(1, size)) for _ in range(rng.randint(1, 60))]
+        assert prepare_data.pack_rows(np.array(lengths), size) == first_fit(lengths, size)
+
+
+@pytest.fixture(scope='module')
+def packed(tmp_path_factory):
+    """{pack: folder} of the same examples, alone and three or so in a row."""
+    root = tmp_path_factory.mktemp('packed')
+    rows = write_rows(root / 'train.jsonl', rows_of('gsm8k', 60))
+    drawn = {'n_train': 80, 'n_val': 20, 'n_test': 20, 'depth': '1-3', 'variables': 6, 'recur_on_prompt': True}
+    for pack in (0, 150, 400):
+        make('variable_assignment', pack=pack, out=root / f'v{pack}', **drawn)
+        make('gsm8k', source=rows, pack=pack, out=root / f'g{pack}', score_prompt=True)
+    return root
+
+
+@pytest.mark.parametrize('name', 'vg')
+@pytest.mark.parametrize('pack', [150, 400])
+def test_packed_rows_hold_every_example_as_it_is_alone(packed, name, pack):
+    (_, one), (meta, many) = load(packed / f'{name}0'), load(packed / f'{name}{pack}')
+    for split in set(one) - {'train'}:
+        assert all(np.array_equal(one[split][k], many[split][k]) for k in one[split])
+    alone, together = one['train'], many['train']
+    assert together['tokens'].shape == (meta['splits']['train']['rows'], pack) and meta['longest']['train'] == pack
+    assert meta['splits']['train']['examples'] == len(alone['tokens']) == len(examples_of(packed / f'{name}{pack}', 'train'))
+    assert len(together['tokens']) < len(alone['tokens']) / 2
+    rows = first_fit(alone['lengths'].tolist(), pack)
+    for key, filler in (('tokens', meta['pad_token']), ('targets', -1), ('recur_mask', False)):
+        for row, members in enumerate(rows):
+            expected = np.concatenate([alone[key][i, : alone['lengths'][i]] for i in members])
+            assert np.array_equal(together[key][row, : len(expected)], expected) and together['lengths'][row] == len(expected)
+            assert (together[key][row, len(expected) :] == filler).all()
+
+
+def test_the_waste_is_the_share_of_padding(packed, tmp_path, capsys):
+    make('s5', group=3, steps='2-9', out=tmp_path / 's5', **SMALL)
+    said = capsys.readouterr().out
+    for out in (packed / 'v0', packed / 'v400', packed / 'g150', tmp_path / 's5'):
+        meta, splits = load(out)
+        for name, s in splits.items():
+            unused = np.arange(s['tokens'].shape[1]) >= s['lengths'][:, None]
+            assert meta['splits'][name]['waste'] == round(float(unused.mean()), 4) and (s['targets'][unused] == -1).all()
+            assert out.parent == packed or f'{unused.mean():.1%} padding' in said
+    assert load(packed / 'v400')[0]['splits']['train']['waste'] < load(packed / 'v150')[0]['splits']['train']['waste']
+
+
+RECURRENT = {'t2mlr': {'l_start': 0, 'l_end': 1}, 'lrt': {'source_layer': 1, 'pass_weights': (1.0, 2.0, 3.0)}}
+
+
+@pytest.mark.parametrize('schedule', ['sequential', 'jacobi'])
+@pytest.mark.parametrize('recurrence', RECURRENT)
+@pytest.mark.parametrize('name', 'vg')
+def test_the_loss_of_a_packed_row_is_that_of_its_examples(packed, name, recurrence, schedule):
+    data = train.Dataset(str(packed / f'{name}150'))
+    _, splits = load(packed / f'{name}0')
+    alone, members = splits['train'], first_fit(splits['train']['lengths'].tolist(), 150)
+    passes = {'d_forward': 2, 'd_backward': 3 if recurrence == 'lrt' else 1}
+    settings = RECURRENT[recurrence] if schedule == 'jacobi' else RECURRENT[recurrence] | {'pass_weights': ()}
+    config = TrainConfig(n_layer=2, n_head=2, n_embd=16, block_size=150, recurrence=recurrence, schedule=schedule,
+                         reset_token=256, document_attention=True, dtype='float64', **passes, **settings)  # fmt: skip
+    config.vocab_size = data.fit(config)
+    config.check()
+    torch.manual_seed(0)
+    model = train.build(config).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    shared = [row for row, of in enumerate(members) if len(of) > 1]
+    for row in (shared[0], shared[len(shared) // 2], shared[-1]):
+        x, y, mask = data.batch('train', np.array([row]), 150)
+        loss, means = model(x, y, config, mask)
+        total, parts = 0, 0
+        for i in members[row]:
+            n = alone['lengths'][i]
+            x, y, mask = (torch.from_numpy(alone[key][i : i + 1, :n]) for key in ('tokens', 'targets', 'recur_mask'))
+            scored = (y >= 0).sum()
+            one, of_passes = model(x.long(), y.long(), config, mask)
+            total += scored * one
+            parts += scored * of_passes if schedule == 'jacobi' else 0
+        scored = (data.split('train')['targets'][row] >= 0).sum()
+        torch.testing.assert_close(loss, total / scored, rtol=0, atol=1e-9)
+        if schedule == 'jacobi':  # else a pass is a position
+            torch.testing.assert_close(means, parts / scored, rtol=0, atol=1e-9)
+
+
+def test_packed_data_trains_where_its_documents_are_kept_apart(packed, tmp_path):
+    changes = {'block_size': 400, 'document_attention': True}
+    short_run(packed / 'v400', tmp_path, **changes)
+    for wrong in ({'document_attention': False}, {'reset_token': 32}, {'document_attention': False, 'reset_token': -1}):
+        with pytest.raises(ConfigError, match='--reset_token=256 --document_attention=True'):
+            short_run(packed / 'v400', tmp_path / 'none', **(changes | wrong))
+    with pytest.raises(ConfigError, match='block_size=300; take 400'):
+        short_run(packed / 'v400', tmp_path / 'none', **(changes | {'block_size': 300}))
+    with pytest.raises(ConfigError, match='several examples in a row'):
+        evaluation.score_answers(None, train.Dataset(str(packed / 'v400')), 'train', None)
+
+
+def test_a_row_too_short_for_an_example_is_one_sentence(packed, tmp_path, capsys):
+    for pack in (1, 30, -1):
+        refuse(capsys, tmp_path, 'pathfinding', f'pack={pack}', pack=pack, out=tmp_path / 'd', **SMALL)
+    make('pathfinding', pack=70, longest=70, drop_longer=True, out=tmp_path / 'd', **SMALL)  # what is left out need not fit
+    meta, splits = load(tmp_path / 'd')
+    assert meta['longest']['train'] == 70 and splits['train']['lengths'].max() <= 70
+    assert 0 < meta['splits']['train']['examples'] < SMALL['n_train']
