@@ -207,16 +207,15 @@ class Schedule:
         """The positions of each pass over a sequence of T, as ranges, the initial pass included.
 
         reads_from: no position before it reads memory. By the exact-prefix law pass k of `jacobi` finds the positions before
-        reads_from + k - 1 as they will stay; where no gradient flows, whole eighths of them are not computed again.
+        reads_from + k - 1 as they will stay; where no gradient flows, they are not computed again.
         """
         if self.schedule == 'sequential':
             return [range(t, t + 1) for t in range(T)]
         if self.schedule == 'chunked':
             return [range(t, min(t + self.chunk_size, T)) for t in range(0, T, self.chunk_size)]
         if self.schedule == 'jacobi':
-            unit, free = max(1, T // 8), self.d_forward + 1 - self.d_backward
-            starts = [max(0, reads_from + k - 1) // unit * unit if k else 0 for k in range(free)]
-            return [range(start, T) for start in starts if start < T] + [range(T)] * self.d_backward
+            free = [after(range(T), reads_from + k - 1 if k else 0) for k in range(self.d_forward + 1 - self.d_backward)]
+            return [positions for positions in free if positions] + [range(T)] * self.d_backward
         subsets = [range(i, T, self.n_subsets) for i in range(min(self.n_subsets, T))]
         return [range(T), *subsets * (self.n_sweeps if self.schedule == 'interleaved' else 0)]
 
@@ -298,9 +297,17 @@ def write(buffer, dim, index, new):
 
 
 @torch.no_grad()
-def largest_change(old, new):
-    """max over rows and positions of |new - old| / |new|, of two outputs (B, n, D)."""
-    return ((new - old).norm(dim=-1) / new.norm(dim=-1).clamp(min=torch.finfo(new.dtype).tiny)).max()
+def relative_change(old, new):
+    """|new - old| / |new| of each position, the largest over the rows: two outputs (B, n, D) -> (n,)."""
+    return ((new - old).norm(dim=-1) / new.norm(dim=-1).clamp(min=torch.finfo(new.dtype).tiny)).amax(0)
+
+
+def after(positions, settled):
+    """The `positions`, a range, from `settled` on: what comes before depends on nothing that still moves. Whole eighths are
+    left out, so that there are few shapes to compile."""
+    unit = max(1, len(positions) // 8)
+    skipped = len(range(positions.start, min(settled, positions.stop), positions.step))
+    return positions[skipped if skipped == len(positions) else skipped // unit * unit :]
 
 
 def rms_norm(config, width):
@@ -709,7 +716,7 @@ class GPT(nn.Module):
                 reads_from = 0
                 if recur_mask is not None and recur_mask.device.type == 'cpu':  # elsewhere the question would cost a wait
                     reads_from = int(recur_mask.any(0).int().argmax())
-                outputs, y, memory = self.solve(h, site, schedule, reads_from, kv, state, changes)
+                outputs, y, memory = self.solve(h, site, schedule, reads_from, kv, state, changes, targets is not None)
                 if state is not None:
                     state.memory.copy_(memory[:, -1:])
             y, _ = self.run(range(c.span.stop, len(self.stack)), y, site, kv)
@@ -729,55 +736,54 @@ class GPT(nn.Module):
             weights = schedule.pass_weights[: len(passes)] or (1.0,) * len(passes)
             return weighted_loss(sums, counts, torch.tensor(weights, dtype=sums.dtype, device=sums.device))
 
-    def solve(self, h, site, schedule, reads_from, kv, state, changes):
-        """The passes of a schedule over the span: h (B, T, D) -> outputs of the passes with gradient, the newest output of
-        every position (B, T, D), and the memory (B, T + 1, D), shifted: slot p is what position p reads."""
+    def solve(self, h, site, schedule, reads_from, kv, state, changes, scored):
+        """The passes of a schedule over the span: h (B, T, D) -> outputs of the passes with gradient if they are `scored`, the
+        newest output of every position (B, T, D), and the memory (B, T + 1, D), shifted: slot p is what position p reads."""
         B, T, D = h.shape
         before = h.new_zeros(B, 1, D) if state is None else state.memory
-        memory = None if schedule.initial else F.pad(before, (0, 0, 0, T))  # what is not yet written reads as 0
-        newest = None
+        memory = newest = None
         if not schedule.initial:
-            newest = torch.zeros_like(h)
+            memory, newest = F.pad(before, (0, 0, 0, T)), torch.zeros_like(h)  # what is not yet written reads as 0
             if state is None:
                 kv[:] = self.new_kv(B, T)
-        outputs, moved, settled, parts = [], [], False, {}
         passes = schedule.passes(T, reads_from)
         local = self.fusion.local(h) if self.fusion is not None and len(passes) > schedule.initial else None
-        sweep = {'jacobi': 1, 'interleaved': min(schedule.n_subsets, T)}.get(schedule.schedule, 0)
-        measured = sweep and (changes is not None or schedule.jacobi_tol)
+        sweep = min(schedule.n_subsets, T) if schedule.schedule == 'interleaved' else 1
+        measured = schedule.initial and (changes is not None or schedule.jacobi_tol)
+        outputs, parts, moved, unsettled = [], {}, [], []
         for number, positions in enumerate(passes):
             graded = number >= len(passes) - schedule.n_graded(T)
-            last = None if newest is None else newest[:, positions.start : positions.stop : positions.step]
-            if settled and not (graded and torch.is_grad_enabled()):
-                if graded:
-                    outputs.append(last)
-                continue
+            todo = positions
+            if len(unsettled) >= sweep and not (graded and torch.is_grad_enabled()):
+                todo = after(positions, min(unsettled[-sweep:]))
             with torch.set_grad_enabled(torch.is_grad_enabled() and graded):
-                if len(positions) == T:
+                if len(todo) == T:
+                    at = slice(None)
                     y, written = self.span(h, local, site, kv, None if memory is None else memory[:, :-1])
                     memory = torch.cat((before, written), 1)
-                else:
-                    if positions not in parts:
-                        at = torch.arange(positions.start, positions.stop, positions.step, device=h.device)
-                        parts = parts if sweep > 1 else {}  # only sweeps come back to the same positions
-                        parts[positions] = at, h[:, at], None if local is None else local[:, at], site.at(at)
-                    at, *part = parts[positions]
+                elif todo:
+                    if todo not in parts:
+                        at = torch.arange(todo.start, todo.stop, todo.step, device=h.device)
+                        parts = parts if len(parts) < sweep else {}  # only sweeps come back to the same positions
+                        parts[todo] = at, h[:, at], None if local is None else local[:, at], site.at(at)
+                    at, *part = parts[todo]
                     y, written = self.span(*part, kv, memory[:, at])
                     memory = write(memory, 1, at + 1, written)
-                if measured and number:
-                    moved.append(largest_change(last, y))
-                if len(positions) == T:
+                if todo and number and measured:
+                    moved.append(relative_change(newest[:, at], y))
+                if len(todo) == T:
                     newest = y
-                elif outputs and newest is outputs[-1]:  # which is scored as it is
-                    newest = newest.index_copy(1, at, y)
-                else:
-                    newest = write(newest, 1, at, y)
-                if graded:
-                    outputs.append(y)
-            if schedule.jacobi_tol and len(moved) >= sweep:
-                settled = bool(torch.stack(moved[-sweep:]).max() < schedule.jacobi_tol)
+                elif todo:
+                    kept = outputs and newest is outputs[-1]  # it is scored as it is
+                    newest = newest.index_copy(1, at, y) if kept else write(newest, 1, at, y)
+                if graded and scored:
+                    whole = len(todo) == len(positions)
+                    outputs.append(y if whole else newest[:, positions.start : positions.stop : positions.step].clone())
+            if schedule.jacobi_tol and number:
+                still = (~(moved[-1] < schedule.jacobi_tol)).nonzero() if todo else ()
+                unsettled.append(todo[int(still[0])] if len(still) else T)
         if changes is not None:
-            changes += moved
+            changes += [change.max() for change in moved]
         return outputs, newest, memory
 
 
