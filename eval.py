@@ -88,29 +88,63 @@ def converged(T):
     return Schedule('jacobi', d_forward=T, d_backward=1, jacobi_tol=1e-5)
 
 
-def score_task(model, data, split, schedule, config):
+class Kept:
+    """What the batches of an evaluation gave, in a file until all are measured: an interrupted one goes on where it stopped."""
+
+    def __init__(self, path, identity):
+        """identity: all that the results depend on, as JSON; a file that begins with another is made anew."""
+        self.path, self.found, self.begun = path, {}, False
+        self.identity = json.dumps(identity)
+        with contextlib.suppress(OSError, ValueError), open(path, encoding='utf-8') as f:
+            if f.readline().rstrip('\n') == self.identity:
+                for line in f:  # the last may have been cut short
+                    name, low, value = json.loads(line)
+                    self.found[name, low] = value
+
+    def add(self, name, low, value):
+        """Appends a batch to the file; the first one makes it anew, of all that is known."""
+        self.found[name, low] = value
+        known = [[*where, value] for where, value in self.found.items()]
+        lines = [json.dumps(line) for line in (known[-1:] if self.begun else known)]
+        with open(self.path, 'a' if self.begun else 'w', encoding='utf-8') as f:
+            f.write('\n'.join(lines if self.begun else [self.identity, *lines]) + '\n')
+        self.begun = True
+
+    def batches(self, name, starts, measure):
+        """measure(start), JSON, for each of the starts; `name` tells measurements apart."""
+        for low in tqdm(starts, unit='batch', leave=False, disable=None):
+            if (name, low) not in self.found:
+                self.add(name, low, measure(low))
+            yield self.found[name, low]
+
+
+def score_task(model, data, split, schedule, config, kept):
     """{score: {'all', 'last', 'by_length': {steps: ..}, 'last_by_length': .., 'by_position': {step: ..}}} as fractions.
 
     Positions count the steps of an example from 1; 'last' is the last step of each example.
     """
     arrays = data.split(split)
     total = min(len(arrays['tokens']), (config.max_batches or math.inf) * config.batch_size)
-    kinds = {name: [] for name in data.meta['scores']}
     device = model.embed.weight.device
-    for low in tqdm(range(0, total, config.batch_size), unit='batch', leave=False, disable=None):
+
+    def measure(low):
+        """{score: [whether it is right, its step, the steps of its example] of each scored position, as columns}."""
         rows = np.arange(low, min(low + config.batch_size, total))
         T = int(arrays['lengths'][rows].max())
         x, y, mask = (t[:, :T] for t in data.batch(split, rows, None, device))
         hit = (model(x, schedule=schedule, recur_mask=mask).argmax(-1) == y).cpu().numpy()
         y = y.cpu().numpy()
+        columns = {}
         for name, (first, end) in data.meta['scores'].items():
             row, column = np.nonzero((y >= first) & (y < end))
             slots = 1 if name == 'state' else data.meta['settings']['value_len']
             order = np.arange(len(row)) - np.searchsorted(row, row)  # how many of this kind came before, in its row
-            kinds[name].append(np.stack([hit[row, column], 1 + order // slots, arrays['steps'][rows][row]]))
-    found = {}
-    for name, parts in kinds.items():
-        hit, step, length = np.concatenate(parts, 1)
+            columns[name] = np.stack([hit[row, column], 1 + order // slots, arrays['steps'][rows][row]]).tolist()
+        return columns
+
+    parts, found = list(kept.batches(str(schedule), range(0, total, config.batch_size), measure)), {}
+    for name in data.meta['scores']:
+        hit, step, length = np.concatenate([part[name] for part in parts], 1)
         last = step == length
 
         def table(by, chosen, hit=hit):
@@ -128,7 +162,7 @@ def score_task(model, data, split, schedule, config):
 
 
 @torch.inference_mode()
-def score_answers(model, data, split, config):
+def score_answers(model, data, split, config, kept):
     """{'exact_match', 'by_depth': {depth: share}, 'answers': how many}: greedy decoding of each prompt, exact and cached, up to
     the document token or stop_token; what follows the last #### is compared with the answer as the task compares.
 
@@ -184,7 +218,7 @@ def pass_schedules(model, schedule):
     return {'pass 0': Schedule(), 'all passes': schedule}
 
 
-def score_text(model, data, split, schedule, config):
+def score_text(model, data, split, schedule, config, kept):
     """{'bits_per_byte', 'nats_per_token', 'tokens', 'by_position': {'first-last': bits per byte}, 'passes': {..} if asked}.
 
     Every token but the first is predicted once, windows do not overlap; tokens that stand for no bytes (the document token) are
@@ -202,26 +236,31 @@ def score_text(model, data, split, schedule, config):
     if schedule == SEQUENTIAL and (config.exact == 'jacobi' or (config.exact == 'auto' and T > 256)):
         schedule = converged(T)
     passes = pass_schedules(model, schedule) if config.passes else {}
-    lost, octets, tokens, lost_in = torch.zeros(T, dtype=torch.float64), torch.zeros(T), 0, dict.fromkeys(passes, 0.0)
     device = model.embed.weight.device
-    found = {}
-    for low in tqdm(range(0, len(starts), config.batch_size), unit='batch', leave=False, disable=None):
+
+    def measure(low):
+        """{'lost': nats of each position, 'octets': their bytes, 'tokens', 'passes': nats of each, 'apart': ..}."""
         x, y, _ = data.batch(split, starts[low : low + config.batch_size], T, device)
         size = sizes[y.cpu()]
-        lost += (nats(model, x, y, schedule) * (size > 0)).sum(0)
-        octets, tokens = octets + size.sum(0), tokens + (size > 0).sum().item()
-        for name, one in passes.items():
-            lost_in[name] += (nats(model, x, y, one) * (size > 0)).sum().item()
-        if schedule.jacobi_tol and not found:  # iterated to convergence: held against token by token, once
+        lost = (nats(model, x, y, schedule) * (size > 0)).sum(0)
+        found = {'lost': lost.tolist(), 'octets': size.sum(0).tolist(), 'tokens': (size > 0).sum().item()}
+        found['passes'] = {name: (nats(model, x, y, one) * (size > 0)).sum().item() for name, one in passes.items()}
+        if schedule.jacobi_tol and not low:  # iterated to convergence: held against token by token, once
             apart = nats(model, x[:1], y[:1], schedule) - nats(model, x[:1], y[:1], SEQUENTIAL)
-            found = {'nats_from_sequential': apart.abs().max().item()}
+            found['apart'] = apart.abs().max().item()
+        return found
+
+    parts = list(kept.batches(str(schedule), range(0, len(starts), config.batch_size), measure))
+    lost, octets = (torch.tensor([part[name] for part in parts], dtype=torch.float64).sum(0) for name in ('lost', 'octets'))
     total, unit = lost.sum().item(), octets.sum().item() * math.log(2)
     if not unit:
         raise nothing
     edges = [0, *(2**i for i in range(T.bit_length()) if 2**i < T), T]
     by_position = {f'{a}-{b - 1}': (lost[a:b].sum() / octets[a:b].sum() / math.log(2)).item() for a, b in pairwise(edges)}
-    found |= {'bits_per_byte': total / unit, 'nats_per_token': total / tokens, 'tokens': tokens, 'by_position': by_position}
-    return found | ({'passes': {name: n / unit for name, n in lost_in.items()}} if passes else {})
+    tokens = sum(part['tokens'] for part in parts)
+    found = {'bits_per_byte': total / unit, 'nats_per_token': total / tokens, 'tokens': tokens, 'by_position': by_position}
+    found |= {'nats_from_sequential': parts[0]['apart']} if 'apart' in parts[0] else {}
+    return found | ({'passes': {name: sum(part['passes'][name] for part in parts) / unit for name in passes}} if passes else {})
 
 
 def diagnose(model, data, split, config):
@@ -530,15 +569,19 @@ def evaluate(path, config):
         return {'checkpoint': path, **diagnose(model, data, split, config)}
     answers = data.meta.get('aligned', True) is False
     score = score_text if data.is_text else score_task
-    found = {'decoded': score_answers(model, data, split, config)} if answers else {}
-    found = found or {name: score(model, data, split, schedule, config) for name, schedule in schedules(saved).items()}
+    name = os.path.join(os.path.dirname(path), f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json')
+    settings = {key: getattr(config, key) for key in ('batch_size', 'max_batches', 'passes', 'exact')}
+    kept = Kept(name + '.part', settings | {'checkpoint': os.stat(path).st_mtime_ns, 'data': data.meta['splits'][split]})
+    found = {'decoded': score_answers(model, data, split, config, kept)} if answers else {}
+    found = found or {how: score(model, data, split, schedule, config, kept) for how, schedule in schedules(saved).items()}
     about = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
     about |= provenance(path, model, checkpoint, data)
     if not data.is_text and not answers:  # the dataset of the training, not of this measurement, says what was trained
         about['trained_length'] = max(int(n) for n in checkpoint['meta']['settings']['steps'].split('-'))
-    name = f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json'
-    with open(os.path.join(os.path.dirname(path), name), 'w', encoding='utf-8') as f:
+    with open(name, 'w', encoding='utf-8') as f:
         json.dump(about | found, f, indent=1)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(kept.path)
     return about | found
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import eval as evaluation
 import prepare_data
-from model import SEQUENTIAL, Schedule, count_flops
+from model import GPT, SEQUENTIAL, Schedule, count_flops
 from sample import load_model
 from train import Dataset, TrainConfig, train
 
@@ -433,3 +433,39 @@ def test_answers_are_those_decoded_one_by_one(capsys, tmp_path, name, recurs):
     assert found['decoded']['exact_match'] == pytest.approx(np.mean(hits)) and found['decoded']['answers'] == 40
     assert found['decoded']['by_depth'] == {str(d): pytest.approx(np.mean(np.array(hits)[depth == d])) for d in (1, 2)}
     assert 'exact match' in printed and 0 < np.mean(hits) < 1
+
+
+@pytest.mark.parametrize('kind', ['task', 'text'])
+@pytest.mark.parametrize('after', [0, 1, 4])
+def test_an_interrupted_evaluation_goes_on(runs, capsys, monkeypatch, kind, after):
+    """Stopped after some batches, with its last line cut short: the rest is measured and the result is the same; what belongs
+    to another checkpoint or to other settings is not taken."""
+    out = runs[kind, 'lrt']
+    argv = [f'--ckpt={out}', '--batch_size=4']
+    expected, _ = measured(capsys, *argv)
+    part = out / f'eval-{kind}-{"test" if kind == "task" else "val"}.json.part'
+    assert not part.exists()
+    whole, calls = GPT.forward, []
+
+    def forward(self, *given, limit, **named):
+        calls.append(1)
+        if len(calls) > limit:
+            raise KeyboardInterrupt
+        return whole(self, *given, **named)
+
+    monkeypatch.setattr(GPT, 'forward', lambda *given, **named: forward(*given, limit=after, **named))
+    with pytest.raises(SystemExit) as stop:
+        measured(capsys, *argv)
+    assert stop.value.code == 130
+    lines = part.read_text().splitlines(keepends=True) if after else ['{}\n']
+    assert len(lines) == 1 + after
+    part.write_text(''.join(lines) + '["cut sho')
+    calls.clear()
+    monkeypatch.setattr(GPT, 'forward', lambda *given, **named: forward(*given, limit=10**9, **named))
+    assert measured(capsys, *argv)[0] == expected
+    rest = len(calls)
+    calls.clear()
+    part.write_text(''.join(lines))  # of a batch size that is not asked for
+    measured(capsys, f'--ckpt={out}', '--batch_size=5')
+    calls.clear()
+    assert measured(capsys, *argv)[0] == expected and len(calls) == rest + after

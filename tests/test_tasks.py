@@ -709,7 +709,7 @@ def test_packed_data_trains_where_its_documents_are_kept_apart(packed, tmp_path)
     with pytest.raises(ConfigError, match='block_size=300; take 400'):
         short_run(packed / 'v400', tmp_path / 'none', **(changes | {'block_size': 300}))
     with pytest.raises(ConfigError, match='several examples in a row'):
-        evaluation.score_answers(None, train.Dataset(str(packed / 'v400')), 'train', None)
+        evaluation.score_answers(None, train.Dataset(str(packed / 'v400')), 'train', None, None)
 
 
 def test_a_row_too_short_for_an_example_is_one_sentence(packed, tmp_path, capsys):
