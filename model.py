@@ -8,6 +8,7 @@ ordered list of passes over the span, each at a subset of the positions; decodin
 Shapes: B sequences, T positions, n positions of one pass, D = n_embd, H query heads, G key/value heads, d = D / H.
 """
 
+import functools
 import glob
 import json
 import math
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from configurator import ConfigError, key
 
@@ -502,6 +504,7 @@ class GPT(nn.Module):
         self.eps = config.norm_eps if config.family == 'llama' else None
         self.stack, self.source = config.stack, config.source
         self.scores_every_pass = config.recurrence == 'lrt'
+        self.activation_checkpointing = False  # set by who trains: a layer keeps its input and runs again in the backward
         if self.embed.weight.device.type != 'meta':
             self.init_weights()
         self.build_rope()
@@ -634,8 +637,10 @@ class GPT(nn.Module):
         projections = self.memory(m) if self.memory is not None else [None] * self.config.n_layer
         for depth in depths:
             layer = self.stack[depth]
-            buffers = None if site.index is None else kv[depth]
-            x, kv[depth] = self.blocks[layer](
+            buffers, block = None if site.index is None else kv[depth], self.blocks[layer]
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                block = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+            x, kv[depth] = block(
                 x, site.x0, m, projections[layer], site.values[layer], site.cos, site.sin, site.index, site.mask, buffers
             )
             if depth == self.source:

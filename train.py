@@ -79,6 +79,9 @@ class TrainConfig(Schedule, GPTConfig):
     dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', ('auto', 'float32', 'bfloat16', 'float64'))
     compile: bool = key(False, 'compile the repeated block with torch.compile')
     threads: int = key(0, 'CPU threads of each process; 0 leaves the default')
+    activation_checkpointing: bool = key(
+        False, 'layers keep only their inputs and run again in the backward: less memory, up to a third more time'
+    )
     wandb: str = key('off', 'log to Weights & Biases too', ('off', 'online', 'offline'))
     wandb_project: str = key('latent-memory', 'project there; the run is named after out_dir')
     dry_run: bool = key(False, 'print parameters and operations, allocate nothing, and stop')
@@ -138,6 +141,8 @@ class TrainConfig(Schedule, GPTConfig):
                 )
         if self.freeze_base and self.recurrence == 'none':
             raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
+        if self.activation_checkpointing and self.architecture == 'lstm':
+            raise ConfigError('activation_checkpointing=True recomputes transformer layers; architecture=lstm has none.')
         if self.freeze_base and self.initial and len(self.passes(2)) == 1:
             raise ConfigError(
                 f'freeze_base=True leaves nothing to train where no pass reads the memory: schedule={self.schedule}, '
@@ -640,6 +645,7 @@ def train(config):
                 load_optimizer(optimizer, state)
             torch.set_rng_state(saved['rng'])
         except (ValueError, LookupError, TypeError, RuntimeError) as e:
+    raw.activation_checkpointing = config.activation_checkpointing
             raise ConfigError(f'the optimiser in {path} does not fit its settings: {e}') from None
         start, best = saved['step'], saved['best_loss']
         saved = None

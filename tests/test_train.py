@@ -287,6 +287,7 @@ GRID |= {
     'loops in LRT': LRT | {'schedule': 'interleaved', 'n_loop': 2, 'l_start': 0, 'l_end': 1},
     'accumulation': LRT | {'schedule': 'interleaved', 'accumulation': 3, 'batch_size': 12},
     'task': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'data': 'task', 'batch_size': 8, 'accumulation': 2},
+    'checkpointing': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'activation_checkpointing': True},
     'one token': LRT | {'schedule': 'interleaved', 'block_size': 1, 'eval_exact_batches': 0},
 }
 WORKER = """
