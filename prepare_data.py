@@ -190,6 +190,39 @@ def decode(meta, ids):
     return ''.join(meta['names'][i] + ' ' for i in ids).encode()
 
 
+def chat_meta(folder):
+    """{'chat_template', 'stop_token'} of a tokenizer's folder, or {} where it has no template."""
+    try:
+        with open(os.path.join(folder, 'tokenizer_config.json'), encoding='utf-8') as f:
+            about = json.load(f)
+        template, path = about.get('chat_template'), Path(folder, 'chat_template.jinja')
+        if path.exists():
+            template = path.read_text('utf-8')
+        if not template:
+            return {}
+        ids = {t['content']: t['id'] for t in json.loads(Path(folder, 'tokenizer.json').read_text('utf-8'))['added_tokens']}
+        end = about['eos_token']
+        return {'chat_template': template, 'stop_token': ids[end['content'] if isinstance(end, dict) else end]}
+    except (OSError, ValueError, LookupError):
+        return {}
+
+
+def chat_tokens(meta, messages):
+    """Token ids of a conversation, [{'role', 'content'}], with the prompt for the next answer; contents are ordinary text."""
+    marks = [f'\0{i}\0' for i in range(len(messages))]
+    marked = [m | {'content': mark} for m, mark in zip(messages, marks, strict=True)]
+    environment = extra('jinja2.sandbox').ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    text = environment.from_string(meta['chat_template']).render(messages=marked, add_generation_prompt=True)
+    special = extra('tokenizers').Tokenizer.from_str(meta['tokenizer_json'])
+    ids = []
+    for part in re.split('(\0[0-9]+\0)', text):
+        if part in marks:
+            ids += encode(meta, messages[marks.index(part)]['content'])
+        elif part:
+            ids += special.encode(part, add_special_tokens=False).ids
+    return ids
+
+
 def tokens_of(meta, content, opens=True):
     """Tokens of a document (bytes of UTF-8), the document token first, or of a later piece of one, without it.
 
