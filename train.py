@@ -34,8 +34,9 @@ from model import (
     is_recurrence,
     load_pretrained,
     pretrained_config,
+    pretrained_folder,
 )
-from prepare_data import shard_names, token_dtype
+from prepare_data import shard_names, token_dtype, tokenizer_meta
 
 
 @dataclass
@@ -460,6 +461,18 @@ def same_tokens(checkpoint, data):
 
 
 def fixed_on_resume(config):
+def same_vocabulary(folder, data):
+    """Raises ConfigError when `data` was not made with the tokenizer that lies beside pretrained weights, if there is one."""
+    path = os.path.join(folder, 'tokenizer.json')
+    if os.path.exists(path):
+        theirs = tokenizer_meta(path)
+        if any(theirs[k] != data.meta.get(k) for k in ('vocab_size', 'token_bytes')):
+            raise ConfigError(
+                f'{data.folder} was made with the tokenizer {data.meta["tokenizer"]}, not that of the weights in {folder}; '
+                f'make it again with --tokenizer={path}.'
+            )
+
+
     """The settings that a checkpoint cannot change: what shapes the weights and the state of the optimisers."""
     return {name: getattr(config, name) for name in (*(f.name for f in fields(GPTConfig)), 'optimizer', 'freeze_base', 'dtype')}
 
@@ -602,6 +615,8 @@ def train(config):
 
     path = os.path.join(config.out_dir, 'ckpt.pt')
     saved = None
+    if config.init_from.startswith('hf:'):
+        same_vocabulary(pretrained_folder(config.init_from[3:]), data)
     if os.path.exists(path) and config.init_from == 'scratch':
         raise ConfigError(f'{path} exists; continue it with --init_from=resume, or choose another --out_dir.')
     if config.init_from == 'resume' or os.path.exists(path):
