@@ -380,7 +380,7 @@ def test_a_conversation_keeps_its_state(overfit, capsys, monkeypatch):
     """Turn by turn, only what is new is read; the answers are those to the whole conversation at once."""
     reads = []
     read = Decoder.read
-    monkeypatch.setattr(Decoder, 'read', lambda self, new: reads.append([len(row) for row in new]) or read(self, new))
+    monkeypatch.setattr(Decoder, 'read', lambda self, new, *a: reads.append([len(row) for row in new]) or read(self, new, *a))
     monkeypatch.setattr('sys.stdin', io.StringIO('the\n memory\n'))
     ckpt = f'--ckpt={overfit["t2mlr"]}'
     out, _ = said(capsys, ckpt, '--interactive', '--temperature=0', '--max_tokens=4')
