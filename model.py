@@ -821,7 +821,10 @@ def pretrained_folder(name):
     except ImportError:
         raise ConfigError(f'{name} is no folder, and the hub needs an extra; pip install huggingface_hub.') from None
     except Exception as e:
-        raise ConfigError(f'{name} is neither a folder nor a model that the hub gives ({type(e).__name__}).') from None
+        raise ConfigError(
+            f'{name} is neither a folder nor a model that the hub gives ({type(e).__name__}); name a folder with a config.json '
+            f'and safetensors files.'
+        ) from None
 
 
 OURS = 'latent-memory'  # model_type of a folder that only this code loads
