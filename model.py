@@ -884,9 +884,9 @@ def pretrained_config(name, block_size):
 
 def hub_config(c):
     """The config.json, as a dict, with which the transformers library builds the model of a GPTConfig; None: it has none."""
-    if (c.architecture, c.family, c.recurrence, c.n_loop, c.value_embeddings, c.positional) != (
-        *('gpt', 'llama', 'none', 1, 'none', 'rope'),
-    ):
+    known = {'architecture': 'gpt', 'family': 'llama', 'positional': 'rope'}
+    known |= {'recurrence': 'none', 'value_embeddings': 'none', 'n_loop': 1}
+    if any(getattr(c, name) != value for name, value in known.items()):
         return None
     about = {
         'architectures': ['LlamaForCausalLM'],

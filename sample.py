@@ -166,10 +166,8 @@ def export(model, meta, config):
         if os.path.exists(out):
             os.rename(out, os.path.join(work, 'old'))
         os.rename(new, out)
-    loads = (
-        'train.py --init_from and sample.py --ckpt load it' if 'settings' in about else 'transformers loads it, and so do we'
-    )
-    print(f'wrote {out}, {len(tensors)} tensors; {loads}, as hf:{config.export}')
+    whose = 'in our own format' if 'settings' in about else 'which transformers loads'
+    print(f'wrote {out}, {len(tensors)} tensors, {whose}; train.py --init_from and sample.py --ckpt take hf:{config.export}')
 
 
 def choose(logits, config, generators):
