@@ -358,7 +358,7 @@ def test_an_export_is_whole_or_absent(runs, tmp_path, capsys, monkeypatch):
 
 
 def test_tokens_that_are_not_those_of_the_weights_are_refused(runs, tmp_path, capsys):
-    """Data of another tokenizer, a tokenizer with more tokens than the weights, a tokenizer cut short, none at all."""
+    """Data of another tokenizer, a tokenizer with more tokens than the weights, files cut short, none at all."""
     source = runs['base'].parent / 'source'
     prepare_data.main(['text', f'--source={source}', '--val_fraction=0.3', f'--out={tmp_path}/bytes'])
     config = TrainConfig(init_from=f'hf:{runs["base"]}', data_dir=f'{tmp_path}/bytes', out_dir=f'{tmp_path}/run', block_size=16)
@@ -381,6 +381,8 @@ def test_tokens_that_are_not_those_of_the_weights_are_refused(runs, tmp_path, ca
     assert 'tokenizer.json' in refused()
     path.unlink()
     assert 'tokenizer.json' in refused()
+    (tmp_path / 'other' / 'meta.json').write_text('{')
+    assert 'meta.json' in refused()
     (tmp_path / 'other' / 'config.json').unlink()
     assert 'config.json' in refused()
     shutil.rmtree(tmp_path / 'other')
