@@ -333,7 +333,8 @@ def bench_configs(bench):
     print('| config | parameters | recurrence | training step | decoded token |')
     print('| --- | ---: | ---: | ---: | ---: |')
     for path in sorted(glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', '*.py'))):
-        config = TrainConfig(**{k: v for k, v in read_file(path).items() if k in TrainConfig.__dataclass_fields__})
+        given = {k: v for k, v in read_file(path).items() if k in TrainConfig.__dataclass_fields__}
+        config = TrainConfig(**given, dry_run=True)
         if not config.vocab_size:  # its data decides
             continue
         with torch.device('meta'):

@@ -8,16 +8,18 @@ ordered list of passes over the span, each at a subset of the positions; decodin
 Shapes: B sequences, T positions, n positions of one pass, D = n_embd, H query heads, G key/value heads, d = D / H.
 """
 
+import functools
 import glob
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from configurator import ConfigError, key
 
@@ -516,6 +518,7 @@ class GPT(nn.Module):
         self.eps = config.norm_eps if config.family == 'llama' else None
         self.stack, self.source = config.stack, config.source
         self.scores_every_pass = config.recurrence == 'lrt'
+        self.activation_checkpointing = False  # set by who trains: a layer keeps its input and runs again in the backward
         if self.embed.weight.device.type != 'meta':
             self.init_weights()
         self.build_rope()
@@ -654,8 +657,10 @@ class GPT(nn.Module):
         projections = self.memory(m) if self.memory is not None else [None] * self.config.n_layer
         for depth in depths:
             layer = self.stack[depth]
-            buffers = None if site.index is None else kv[depth]
-            x, kv[depth] = self.blocks[layer](
+            buffers, block = None if site.index is None else kv[depth], self.blocks[layer]
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                block = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+            x, kv[depth] = block(
                 x, site.x0, m, projections[layer], site.values[layer], site.cos, site.sin, site.index, site.mask, buffers
             )
             if depth == self.source:
@@ -856,15 +861,22 @@ def pretrained_folder(name):
     try:
         from huggingface_hub import snapshot_download
 
-        return snapshot_download(name, allow_patterns=['*.json', '*.safetensors'])
+        return snapshot_download(name, allow_patterns=['*.json', '*.jinja', '*.safetensors'])
     except ImportError:
         raise ConfigError(f'{name} is no folder, and the hub needs an extra; pip install huggingface_hub.') from None
     except Exception as e:
-        raise ConfigError(f'{name} is neither a folder nor a model that the hub gives ({type(e).__name__}).') from None
+        raise ConfigError(
+            f'{name} is neither a folder nor a model that the hub gives ({type(e).__name__}); name a folder with a config.json '
+            f'and safetensors files.'
+        ) from None
+
+
+OURS = 'latent-memory'  # model_type of a folder that only this code loads
+ROPE_SCALING = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 
 
 def pretrained_config(name, block_size):
-    """The settings of a GPT that equals a pretrained checkpoint, as a dict; its context is at most block_size.
+    """The settings of a model that equals a pretrained checkpoint, as a dict; its context is at most block_size.
 
     Raises ConfigError for what the Llama family here cannot express, by name; nothing that the config.json states is assumed.
     """
@@ -872,12 +884,14 @@ def pretrained_config(name, block_size):
     try:
         with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
             c = json.load(f)
+        if c['model_type'] == OURS:
+            own = asdict(GPTConfig(**c['settings']))
+            return own | {'block_size': min(block_size, own['block_size']), 'rope_scaling': tuple(own['rope_scaling'])}
         rope = (c.get('rope_parameters') or c.get('rope_scaling') or {}) | {}
         kind = rope.get('rope_type', rope.get('type', 'default'))
         scaling = ()
         if kind == 'llama3':
-            names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
-            scaling = tuple(float(rope[k]) for k in names)
+            scaling = tuple(float(rope[k]) for k in ROPE_SCALING)
         refused = {
             'model_type': c['model_type'] != 'llama',
             'hidden_act': c.get('hidden_act', 'silu') != 'silu',
@@ -912,15 +926,35 @@ def pretrained_config(name, block_size):
         raise ConfigError(f'{folder}/config.json cannot be read ({type(e).__name__}: {e}).') from None
 
 
-@torch.no_grad()
-def load_pretrained(model, name):
-    """Copies the weights of a checkpoint in safetensors files into `model`, one tensor at a time; what the recurrence adds
-    keeps its initial values. Raises ConfigError for a file that is missing or cut, and for a tensor of another shape."""
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise ConfigError('a pretrained checkpoint needs an extra; pip install safetensors.') from None
-    folder = pretrained_folder(name)
+def hub_config(c):
+    """The config.json, as a dict, with which the transformers library builds the model of a GPTConfig; None: it has none."""
+    known = {'architecture': 'gpt', 'family': 'llama', 'positional': 'rope'}
+    known |= {'recurrence': 'none', 'value_embeddings': 'none', 'n_loop': 1}
+    if any(getattr(c, name) != value for name, value in known.items()):
+        return None
+    about = {
+        'architectures': ['LlamaForCausalLM'],
+        'model_type': 'llama',
+        'vocab_size': c.vocab_size,
+        'hidden_size': c.n_embd,
+        'intermediate_size': c.mlp_dim,
+        'num_hidden_layers': c.n_layer,
+        'num_attention_heads': c.n_head,
+        'num_key_value_heads': c.n_kv_head or c.n_head,
+        'max_position_embeddings': c.block_size,
+        'rope_theta': c.rope_base,
+        'rms_norm_eps': c.norm_eps,
+        'hidden_act': 'silu',
+        'tie_word_embeddings': True,
+    }
+    if c.rope_scaling:
+        *factors, length = c.rope_scaling
+        about['rope_scaling'] = {'rope_type': 'llama3'} | dict(zip(ROPE_SCALING, (*factors, int(length)), strict=True))
+    return about
+
+
+def hub_names(names):
+    """{parameter of a llama-family GPT: its name on the hub}; what a recurrence adds has none and is left out."""
     theirs = {
         'embed': 'embed_tokens',
         'norm': 'norm',
@@ -930,13 +964,29 @@ def load_pretrained(model, name):
     theirs |= {part: f'self_attn.{part}_proj' for part in 'qkvo'} | {
         part: f'mlp.{part}_proj' for part in ('gate', 'up', 'down')
     }
-    wanted = {}
-    for ours, p in model.named_parameters():
-        if not is_recurrence(ours):
-            *_, part, _ = ours.split('.')
-            layer = f'layers.{ours.split(".")[1]}.' if ours.startswith('blocks.') else ''
-            wanted[f'model.{layer}{theirs[part]}.weight'] = p
+    found = {}
+    for name in names:
+        if not is_recurrence(name):
+            *_, part, _ = name.split('.')
+            layer = f'layers.{name.split(".")[1]}.' if name.startswith('blocks.') else ''
+            found[name] = f'model.{layer}{theirs[part]}.weight'
+    return found
+
+
+@torch.no_grad()
+def load_pretrained(model, name):
+    """Copies the weights of a checkpoint in safetensors files into `model`, one tensor at a time; what the recurrence adds
+    keeps its initial values, unless the checkpoint is one of ours. Raises ConfigError for a file that is missing or cut, and
+    for a tensor of another shape."""
     try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ConfigError('a pretrained checkpoint needs an extra; pip install safetensors.') from None
+    folder, wanted = pretrained_folder(name), dict(model.named_parameters())
+    try:
+        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
+            if json.load(f)['model_type'] != OURS:
+                wanted = {theirs: wanted[ours] for ours, theirs in hub_names(wanted).items()}
         files = sorted(glob.glob(os.path.join(glob.escape(folder), '*.safetensors')))
         index = os.path.join(folder, 'model.safetensors.index.json')
         if os.path.exists(index):

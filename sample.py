@@ -2,7 +2,8 @@
 
 Every token costs one forward of one position: the state holds the keys and values of all layers and one memory vector a
 sequence. A prompt is read token by token (--prefill=exact) or in parallel, by fixed-point passes (--prefill=jacobi). A model of
-texts continues the prompt, or answers the question in it; one of an aligned task answers at every token of the prompt.
+texts continues the prompt, or answers the question in it; one with a chat template answers it as a message; one of an aligned
+task answers at every token of the prompt. --ckpt=hf:FOLDER decodes from a pretrained folder, --export=FOLDER makes one.
 """
 
 import codecs
@@ -11,21 +12,37 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from tqdm import tqdm
 
 from configurator import ConfigError, key, parse, reporting
-from model import SEQUENTIAL, GPTConfig, Schedule, State, build
-from prepare_data import decode, encode
+from model import (
+    OURS,
+    SEQUENTIAL,
+    GPTConfig,
+    Schedule,
+    State,
+    build,
+    hub_config,
+    hub_names,
+    is_recurrence,
+    load_pretrained,
+    pretrained_config,
+    pretrained_folder,
+)
+from prepare_data import chat_meta, chat_tokens, decode, encode, tokenizer_meta, work_folder
 from train import load_weights, pick_device, read_checkpoint
 
 
 @dataclass
 class SampleConfig:
-    ckpt: str = key('', 'checkpoint, or the folder that holds ckpt.pt; empty takes the newest under out/')
-    prompt: str = key('', 'text to continue')
+    ckpt: str = key(
+        '', 'checkpoint, or the folder that holds ckpt.pt, or hf:FOLDER (pretrained); empty takes the newest under out/'
+    )
+    prompt: str = key('', 'text to continue; for a model with a chat template, the message to answer')
+    chat: bool = key(True, 'a model with a chat template answers messages; False continues texts with it')
     prompt_file: str = key('', 'read the prompt from this file; - is the standard input')
     prompt_lines: bool = key(False, 'prompt_file holds one prompt a line; all are continued together')
     num_samples: int = key(1, 'continuations of each prompt; they share its prefill')
@@ -43,6 +60,9 @@ class SampleConfig:
     interactive: bool = key(False, 'read a line, continue it, read the next; the state stays between turns')
     compile: bool = key(False, 'compile the forward of a token (on CUDA with CUDA graphs); pays off over many tokens')
     json: bool = key(False, 'print one JSON object a continuation, with the log-probability of each token')
+    export: str = key('', 'decode nothing; write the model to this folder: for transformers if it has such a model, else ours')
+    drop_recurrence: bool = key(False, 'export: leave out what the recurrence added')
+    overwrite: bool = key(False, 'export: replace an earlier export')
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default')
 
@@ -59,8 +79,14 @@ class SampleConfig:
             raise ConfigError(f'both prompt and prompt_file={self.prompt_file} are given; keep one.')
         if self.prompt_lines and not self.prompt_file:
             raise ConfigError('prompt_lines=True needs prompt_file, the file with one prompt a line.')
+        if (self.drop_recurrence or self.overwrite) and not self.export:
+            raise ConfigError('drop_recurrence and overwrite belong to an export; name its folder with --export=FOLDER.')
         if self.interactive and (self.prompt_file or self.num_samples > 1 or self.json):
             raise ConfigError('interactive=True reads prompts from the keyboard and takes no prompt_file, num_samples or json.')
+
+    def chats(self, meta):
+        """Whether prompts are messages to a model of this meta.json."""
+        return self.chat and 'chat_template' in meta
 
 
 def find_checkpoint(path, root='out'):
@@ -83,6 +109,69 @@ def load_model(path, device='cpu'):
     return model.to(device, dtype).eval(), checkpoint
 
 
+def load_folder(name, device='cpu'):
+    """As load_model, from a folder of pretrained weights, of the hub's format or one exported here; raises ConfigError."""
+    folder = pretrained_folder(name)
+    model = build(GPTConfig(**pretrained_config(folder, 2048)))  # the whole context of some would take gigabytes of state
+    load_pretrained(model, folder)
+    path = os.path.join(folder, 'meta.json')
+    try:
+        with open(path, encoding='utf-8') as f:
+            meta = json.load(f)
+    except FileNotFoundError:
+        meta = {'kind': 'text'} | tokenizer_meta(folder)
+        meta |= chat_meta(folder, meta['tokenizer_json'])
+    except ValueError as e:
+        raise ConfigError(f'{path} cannot be read ({e}); export the model again.') from None
+    return model.to(device).eval(), {'meta': meta, 'step': 0}
+
+
+def export(model, meta, config):
+    """Writes the folder config.export whole or not at all: config.json and model.safetensors, as the transformers library has
+    them where it has such a model, else under our names and settings; the tokenizer; meta.json. Raises ConfigError."""
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ConfigError('an export needs an extra; pip install safetensors.') from None
+    out, settings = os.path.abspath(config.export), model.config
+    weights = {name: p for name, p in model.named_parameters() if not (config.drop_recurrence and is_recurrence(name))}
+    if config.drop_recurrence:
+        settings = replace(settings, recurrence='none')
+    about, end = hub_config(settings), meta.get('stop_token', meta.get('document_token', -1))
+    names = {name: name for name in weights} if about is None else hub_names(weights)
+    if about is None:
+        about = {'model_type': OURS, 'settings': asdict(settings)}
+    elif 0 <= end < settings.vocab_size:
+        about |= {'bos_token_id': meta['document_token'], 'eos_token_id': end}
+    files = {'config.json': json.dumps(about, indent=1), 'meta.json': json.dumps(meta)}
+    if 'tokenizer_json' in meta:
+        specials = {t['id']: t['content'] for t in json.loads(meta['tokenizer_json'])['added_tokens']}
+        named = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': specials.get(end)}
+        named |= {'chat_template': meta['chat_template']} if 'chat_template' in meta else {}
+        files |= {'tokenizer.json': meta['tokenizer_json'], 'tokenizer_config.json': json.dumps(named, indent=1)}
+    if os.path.exists(out):
+        there = set(os.listdir(out)) if os.path.isdir(out) else {''}
+        if not config.overwrite or not there <= {*files, 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'}:
+            raise ConfigError(f'export={out} exists; choose another folder, or --overwrite=True if it is an earlier export.')
+    with work_folder(out) as work:
+        new = os.path.join(work, 'new')
+        os.mkdir(new)
+        for name, text in files.items():
+            with open(os.path.join(new, name), 'w', encoding='utf-8') as f:
+                f.write(text)
+        tensors = {names[name]: p.detach().cpu().contiguous() for name, p in weights.items()}
+        try:
+            save_file(tensors, os.path.join(new, 'model.safetensors'), {'format': 'pt'})
+        except SafetensorError as e:
+            raise ConfigError(f'export={out} cannot be written: {e}.') from None
+        if os.path.exists(out):
+            os.rename(out, os.path.join(work, 'old'))
+        os.rename(new, out)
+    whose = 'in our own format' if 'settings' in about else 'which transformers loads'
+    print(f'wrote {out}, {len(tensors)} tensors, {whose}; train.py --init_from and sample.py --ckpt take hf:{config.export}')
+
+
 def choose(logits, config, generators):
     """The next token of each row: logits (B, vocab_size) -> (B, 1). Row i draws from generators[i] alone."""
     if config.temperature == 0:
@@ -96,8 +185,9 @@ def choose(logits, config, generators):
     return order.gather(-1, drawn.to(order.device))
 
 
-def prefill(model, state, tokens, config):
+def prefill(model, state, tokens, config, recurs=True):
     """Reads `tokens` (B, n) behind `state`: the logits after the last one, (B, vocab_size), and the passes it took.
+    recurs: whether they read the memory, which they write in any case.
 
     `jacobi` iterates over a chunk of tokens at once, until the largest relative change of the span's output is below jacobi_tol
     or, by the exact-prefix law, nothing can change any more; a tolerance of 0 is exact. A sweep goes through the chunk in
@@ -105,11 +195,11 @@ def prefill(model, state, tokens, config):
     positions at once. Prelude and coda run once.
     """
     exact = config.prefill == 'exact' and model.config.recurrence != 'none'
-    if exact or tokens.size(1) == 1:
+    if recurs and (exact or tokens.size(1) == 1):
         for token in tokens.t().clone(memory_format=torch.contiguous_format).unsqueeze(-1):  # one layout, hence one graph
             logits = model.token(token, state)
         return logits[:, -1], tokens.size(1)
-    if model.config.recurrence == 'none':
+    if model.config.recurrence == 'none' or not recurs:
         return model(tokens, state=state, logits_from=-1)[:, -1], 1
     passes = 0
     for chunk in tokens.split(config.prefill_chunk, 1):
@@ -131,8 +221,9 @@ class Decoder:
         self.model, self.config, self.size = model, config, model.config.block_size
         self.rows, self.ended, self.state, self.logits, self.passes = [], [], None, None, 0
 
-    def read(self, new):
+    def read(self, new, recurs=True):
         """Reads `new`, a list of ids for each row (of one length, after the first time), and leaves logits (rows, vocab_size).
+        recurs: whether these tokens read the memory.
 
         A row that does not fit the context goes on from its last half, which is read again into a fresh state.
         """
@@ -146,7 +237,7 @@ class Decoder:
             self.state = self.model.new_state(len(new), start, self.size + int(start.max()))
             new = [[0] * (longest - len(row)) + row for row in new]
         tokens = torch.tensor(new, device=self.model.embed.weight.device)
-        self.logits, passes = prefill(self.model, self.state, tokens, self.config)
+        self.logits, passes = prefill(self.model, self.state, tokens, self.config, recurs)
         self.passes += passes
         if not self.logits.isfinite().all():
             raise ConfigError('the model gives no numbers (its weights are not finite); take an earlier checkpoint.')
@@ -257,9 +348,16 @@ def read_prompts(config):
     return lines if config.prompt_lines else [text]
 
 
+def prompt_recurs(meta):
+    """Whether prompts read the memory, as in the training: where the data left that out, it is left out here."""
+    return meta.get('settings', {}).get('recur_on_prompt', True)
+
+
 def converse(model, meta, config):
-    """Reads a line, continues it, reads the next; only what is new is read into the state. Ends with the input."""
-    decoder = Decoder(model, config)
+    """Reads a line, continues it or, with a chat template, answers it; reads the next. Only what is new is read into the state,
+    unless the template renders the longer conversation in another way: then all of it, into a fresh one. Ends with the input.
+    """
+    decoder, messages = Decoder(model, config), []
     generators = [torch.Generator().manual_seed(config.seed)]
     unread = [meta['document_token']]
     while True:
@@ -267,8 +365,17 @@ def converse(model, meta, config):
         line = sys.stdin.readline()
         if not line:
             return
-        new = unread + encode(meta, line)
-        if config.overflow == 'stop' and sum(map(len, decoder.rows)) + len(new) > decoder.size:
+        seen = decoder.rows[0] if decoder.rows else []
+        if config.chats(meta):
+            messages.append({'role': 'user', 'content': line.removesuffix('\n')})
+            new = chat_tokens(meta, messages)
+            if new[: len(seen)] == seen and len(new) > len(seen):
+                new = new[len(seen) :]
+            else:
+                decoder, seen = Decoder(model, config), []
+        else:
+            new = unread + encode(meta, line)
+        if config.overflow == 'stop' and len(seen) + len(new) > decoder.size:
             raise ConfigError(f'the conversation is longer than the context of {decoder.size} tokens; take --overflow=slide.')
         text = Text(meta, config.stop.split('|') if config.stop else [])
 
@@ -277,9 +384,11 @@ def converse(model, meta, config):
             print(text.new(), end='', flush=True)
             return ended
 
-        decoder.read([new])
+        decoder.ended = [False]  # a row that a turn has ended goes on in the next
+        decoder.read([new], prompt_recurs(meta))
         unread = generate(decoder, config, push, generators)
         print(text.close('length'), flush=True)
+        messages.append({'role': 'assistant', 'content': text.text})
 
 
 @torch.inference_mode()
@@ -288,17 +397,23 @@ def sample(config):
         sys.stdout.reconfigure(errors='replace')  # whatever the terminal cannot show
     if config.threads:
         torch.set_num_threads(config.threads)
-    path = find_checkpoint(config.ckpt)
-    model, checkpoint = load_model(path, pick_device(config.device))
+    path, device = find_checkpoint(config.ckpt), pick_device(config.device)
+    model, checkpoint = load_folder(path[3:], device) if path.startswith('hf:') else load_model(path, device)
     meta, size = checkpoint['meta'], model.config.block_size
     if meta['vocab_size'] > model.config.vocab_size:
         raise ConfigError(
             f'{path} was trained on {meta["vocab_size"]} tokens but knows {model.config.vocab_size}: another tokenizer.'
         )
-    texts = read_prompts(config)
-    prompts = [encode(meta, text) for text in texts]
+    if config.export:
+        return export(model, meta, config)
+    texts, chats = read_prompts(config), config.chats(meta)
     aligned = meta['kind'] == 'task' and meta.get('aligned', True)
-    if not aligned:
+    if chats:
+        prompts = [chat_tokens(meta, [{'role': 'user', 'content': text}]) for text in texts]
+        texts = [text + '\n' for text in texts]
+    else:
+        prompts = [encode(meta, text) for text in texts]
+    if not aligned and not chats:
         prompts = [[meta['document_token'], *prompt] for prompt in prompts]
     if not all(prompts):
         raise ConfigError(f'prompt is empty; give tokens of the task, for example --prompt="{" ".join(meta["names"][-3:])}".')
@@ -315,7 +430,7 @@ def sample(config):
     if config.interactive:
         return converse(model, meta, config)
     decoder = Decoder(model, config)
-    decoder.read(prompts)
+    decoder.read(prompts, prompt_recurs(meta))
     if model.config.recurrence != 'none':
         print(f'read {longest} tokens in {decoder.passes} passes', file=sys.stderr)
     n = config.num_samples

@@ -34,8 +34,9 @@ from model import (
     is_recurrence,
     load_pretrained,
     pretrained_config,
+    pretrained_folder,
 )
-from prepare_data import shard_names, token_dtype
+from prepare_data import shard_names, token_dtype, tokenizer_meta
 
 
 @dataclass
@@ -78,6 +79,9 @@ class TrainConfig(Schedule, GPTConfig):
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', ('auto', 'float32', 'bfloat16', 'float64'))
     compile: bool = key(False, 'compile the repeated block with torch.compile')
+    activation_checkpointing: bool = key(
+        False, 'layers keep only their inputs and run again in the backward: less memory, up to a third more time'
+    )
     threads: int = key(0, 'CPU threads of each process; 0 leaves the default')
     wandb: str = key('off', 'log to Weights & Biases too', ('off', 'online', 'offline'))
     wandb_project: str = key('latent-memory', 'project there; the run is named after out_dir')
@@ -87,8 +91,9 @@ class TrainConfig(Schedule, GPTConfig):
     def check(self):
         if self.init_from not in ('scratch', 'resume', 'auto') and not self.init_from.startswith('hf:'):
             raise ConfigError(f'init_from={self.init_from} is not known; take scratch, resume, auto, hf:FOLDER or hf:NAME.')
-        if self.init_from.startswith('hf:'):
-            for name, value in pretrained_config(self.init_from[3:], self.block_size).items():
+        folder = self.init_from.removeprefix('hf:')
+        if folder != self.init_from and (os.path.isdir(folder) or not self.dry_run):  # a dry run fetches nothing
+            for name, value in pretrained_config(folder, self.block_size).items():
                 setattr(self, name, value)
         GPTConfig.check(self)
         Schedule.check(self)
@@ -136,6 +141,8 @@ class TrainConfig(Schedule, GPTConfig):
                     f'd_forward_start={self.d_forward_start} fits neither pass_weights, whose number is fixed, nor, at 0, '
                     f'freeze_base, because a pass without memory trains nothing that the recurrence adds.'
                 )
+        if self.activation_checkpointing and self.architecture == 'lstm':
+            raise ConfigError('activation_checkpointing=True recomputes transformer layers; architecture=lstm has none.')
         if self.freeze_base and self.recurrence == 'none':
             raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
         if self.freeze_base and self.initial and len(self.passes(2)) == 1:
@@ -463,6 +470,18 @@ def same_tokens(checkpoint, data):
             )
 
 
+def same_vocabulary(folder, data):
+    """Raises ConfigError when `data` was not made with the tokenizer that lies beside pretrained weights, if there is one."""
+    path = os.path.join(folder, 'tokenizer.json')
+    if os.path.exists(path):
+        theirs = tokenizer_meta(path)
+        if any(theirs[k] != data.meta.get(k) for k in ('vocab_size', 'token_bytes')):
+            raise ConfigError(
+                f'{data.folder} was made with the tokenizer {data.meta["tokenizer"]}, not that of the weights in {folder}; '
+                f'make it again with --tokenizer={path}.'
+            )
+
+
 def fixed_on_resume(config):
     """The settings that a checkpoint cannot change: what shapes the weights and the state of the optimisers."""
     return {name: getattr(config, name) for name in (*(f.name for f in fields(GPTConfig)), 'optimizer', 'freeze_base', 'dtype')}
@@ -588,6 +607,8 @@ def main(argv):
                 raise ConfigError(
                     f'vocab_size=0 takes the number from data_dir={config.data_dir}, which holds no dataset; give a number.'
                 )
+            if config.init_from.startswith('hf:') and not os.path.isdir(config.init_from[3:]):
+                print(f'{config.init_from[3:]} is no folder here: this is the shape that the settings state.', file=sys.stderr)
             return dry_run(config)
         return train(config)
 
@@ -603,6 +624,8 @@ def train(config):
     data = Dataset(config.data_dir)
     config.vocab_size = data.fit(config)
     config.check()
+    if config.init_from.startswith('hf:'):
+        same_vocabulary(pretrained_folder(config.init_from[3:]), data)
 
     path = os.path.join(config.out_dir, 'ckpt.pt')
     saved = None
@@ -631,6 +654,7 @@ def train(config):
     torch.set_float32_matmul_precision('high')
     dtype = {'auto': 'bfloat16' if kind == 'cuda' else 'float32'}.get(config.dtype, config.dtype)
     raw = build(config).to(device, torch.float64 if dtype == 'float64' else torch.float32)
+    raw.activation_checkpointing = config.activation_checkpointing
     if config.init_from.startswith('hf:') and not saved:
         load_pretrained(raw, config.init_from[3:])
     if config.freeze_base:

@@ -23,7 +23,8 @@ def measured(capsys, *argv):
 def test_the_table_of_configs(capsys):
     """One row each; the sizes that the papers and the checkpoints publish."""
     found, out = measured(capsys, 'configs')
-    assert {p.stem for p in ROOT.glob('config/*_*[LM].py')} <= set(found) and len(found) == 15
+    sized = [*ROOT.glob('config/*_*[LM].py'), *ROOT.glob('config/retrofit_*.py')]
+    assert {p.stem for p in sized} <= set(found) and len(found) == 21
     assert all(f'`{name}`' in out for name in found)
     assert found['transformer_135M']['total_parameters'] == 134_515_008
     assert 0.0025 <= found['lrt_20L']['recurrence_share'] <= 0.0035

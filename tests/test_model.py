@@ -611,6 +611,31 @@ def test_passes_without_gradient_keep_nothing_for_it(recurrence):
     assert kept(5, 1) < kept(5, 2) < kept(5, 6)
 
 
+@seeds(3)
+@each_schedule
+@each_recurrence
+def test_activation_checkpointing_changes_no_gradient(seed, recurrence, name):
+    """Each layer that ran with gradient runs once more in the backward, on what it read then; no other does."""
+    model = draw_model(seed, recurrence=recurrence)
+    tokens, targets, recur_mask = draw_batch(seed)
+    schedule = draw_schedule(seed, tokens.size(1), name)
+    loss, means = model(tokens, targets, schedule, recur_mask)
+    expected = gradients(model, loss)
+    model.activation_checkpointing = True
+    graded = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: graded.append(torch.is_grad_enabled()))
+    again, again_means = model(tokens, targets, schedule, recur_mask)
+    forward = len(graded)
+    close(again, loss, 1e-12)
+    close(again_means, means, 1e-12)
+    close_gradients(gradients(model, again), expected, 1e-12)
+    # A layer that the loss does not depend on, like those above the source in a pass that only writes memory, stays away.
+    assert 0 < len(graded) - forward <= sum(graded[:forward]) and all(graded[forward:])
+    with torch.no_grad():
+        close(model(tokens, targets, schedule, recur_mask)[0], loss, 1e-12)
+
+
 @each_memory
 @each_family
 def test_gradients_equal_finite_differences(family, recurrence):
@@ -1080,9 +1105,10 @@ def test_a_compiled_model_equals_the_eager_one():
     assert list(compiled.state_dict()) == keys
     tokens, targets, recur_mask = draw_batch(3, T=8, B=2)
     schedule = Schedule('jacobi', 2, 2)
-    losses = [model(tokens, targets, schedule, recur_mask)[0] for model in (eager, compiled)]
-    close(losses[1], losses[0], 1e-5)
-    close_gradients(gradients(compiled, losses[1]), gradients(eager, losses[0]), 1e-5)
+    for compiled.activation_checkpointing in (False, True):
+        losses = [model(tokens, targets, schedule, recur_mask)[0] for model in (eager, compiled)]
+        close(losses[1], losses[0], 1e-5)
+        close_gradients(gradients(compiled, losses[1]), gradients(eager, losses[0]), 1e-5)
     assert list(compiled.state_dict()) == keys
 
 

@@ -1,22 +1,41 @@
-"""Laws of the import: logits are those of the transformers library, with and without an untrained recurrence."""
+"""Laws of the import and of the export: logits and continuations are those of the transformers library, with and without an
+untrained recurrence; what is exported loads as it was; a conversation is read as its template renders it.
 
+With PRETRAINED=FOLDER (a SmolLM2 or another Llama-family checkpoint) they are also tested on real weights.
+"""
+
+import io
 import json
+import os
+import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 import prepare_data
+import sample
 from configurator import ConfigError
 from model import SEQUENTIAL, GPTConfig, Schedule, build, load_pretrained, pretrained_config
-from train import TrainConfig, read_checkpoint, train
+from prepare_data import chat_tokens, encode, tokenizer_meta
+from sample import Decoder, SampleConfig, generate, load_folder, load_model
+from train import Dataset, TrainConfig, read_checkpoint, train
 
 transformers = pytest.importorskip('transformers', reason='transformers is an optional extra, and the yardstick here')
+tokenizers = pytest.importorskip('tokenizers', reason='tokenizers is an optional extra')
 pytest.importorskip('safetensors', reason='safetensors is an optional extra')
 
+ROOT = Path(prepare_data.__file__).parent
 LLAMA3 = {'rope_type': 'llama3', 'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 64}
 T2MLR = dict(recurrence='t2mlr', l_start=1, l_end=1)
 LRT = dict(recurrence='lrt', source_layer=1, identity_init=True)
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+each_recurrence = pytest.mark.parametrize('recurrence', [{}, T2MLR, LRT], ids=['none', 't2mlr', 'lrt'])
 
 
 def make(folder, shards=False, **changed):
@@ -32,8 +51,38 @@ def make(folder, shards=False, **changed):
     return model
 
 
+def add_tokenizer(folder, specials=('<|endoftext|>', '<|im_start|>', '<|im_end|>'), template=TEMPLATE):
+    """Bytes, four merges and special tokens, with a chat template."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = [('h', 'e'), ('l', 'l'), ('he', 'll'), ('Ġ', 'a')]
+    vocabulary = {t: i for i, t in enumerate([*letters, *(a + b for a, b in merges)])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(specials))
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '<|im_end|>', 'chat_template': template}
+    (folder / 'tokenizer_config.json').write_text(json.dumps(about))
+    return str(folder)
+
+
+@pytest.fixture(scope='module', params=['random', 'real'])
+def base(request, tmp_path_factory):
+    """(folder, its model in transformers, tokens of a text (1, 512 at most))."""
+    folder = os.environ.get('PRETRAINED')
+    if request.param == 'random':
+        folder = tmp_path_factory.mktemp('base')
+        make(folder, max_position_embeddings=512)
+        add_tokenizer(folder)
+    elif not folder:
+        pytest.skip('PRETRAINED names no folder of real weights')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text = encode(tokenizer_meta(f'{folder}/tokenizer.json'), (ROOT / 'README.md').read_text())
+    return str(folder), theirs, torch.tensor([text[:512]])
+
+
 def imported(folder, **recurrence):
-    model = build(GPTConfig(**pretrained_config(str(folder), 256) | recurrence))
+    model = build(GPTConfig(**pretrained_config(str(folder), 512) | recurrence))
     load_pretrained(model, str(folder))
     return model.eval()
 
@@ -54,7 +103,7 @@ def test_logits_equal_those_of_transformers(tmp_path, changed, recurrence):
     theirs = make(tmp_path, shards=bool(recurrence), **changed)
     ours = imported(tmp_path, **recurrence)
     tokens = torch.randint(300, (2, 256))
-    with torch.no_grad():
+    with torch.inference_mode():
         expected = theirs(tokens).logits
         schedules = [Schedule('jacobi', 2, 1), Schedule('interleaved')] if recurrence else [Schedule()]
         for schedule in schedules:
@@ -62,6 +111,66 @@ def test_logits_equal_those_of_transformers(tmp_path, changed, recurrence):
         state = ours.new_state(2)
         steps = [ours(tokens[:, t : t + 1], schedule=SEQUENTIAL, state=state) for t in range(40)]
         torch.testing.assert_close(torch.cat(steps, 1), expected[:, :40], rtol=1e-4, atol=1e-4)
+
+
+@each_recurrence
+@torch.inference_mode()
+def test_logits_on_random_and_on_real_text(base, recurrence):
+    folder, theirs, text = base
+    ours = imported(folder, **recurrence)
+    torch.manual_seed(0)
+    tokens = torch.cat((text, torch.randint(ours.config.vocab_size, text.shape)))
+    schedule = Schedule('jacobi', 2, 1) if recurrence else Schedule()
+    torch.testing.assert_close(ours(tokens, schedule=schedule), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def continuations(base):
+    """Twenty prompts of a text, of different lengths, and the 64 likeliest tokens after each, by transformers."""
+    _, theirs, text = base
+    rng, prompts, expected = random.Random(0), [], []
+    for _ in range(20):
+        start = rng.randrange(text.size(1) - 40)
+        prompts.append(text[0, start : start + rng.randint(1, 40)].tolist())
+        tokens, cache, found = torch.tensor(prompts[-1:]), None, []
+        for _ in range(64):
+            with torch.inference_mode():
+                out = theirs(tokens, past_key_values=cache, use_cache=True)
+            tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            found.append(tokens.item())
+        expected.append(found)
+    return prompts, expected
+
+
+@each_recurrence
+@torch.inference_mode()
+def test_greedy_continuations_are_those_of_transformers(base, continuations, recurrence):
+    """All prompts decoded together."""
+    prompts, expected = continuations
+    config, found = SampleConfig(temperature=0.0, max_tokens=64), [[] for _ in prompts]
+    decoder = Decoder(imported(base[0], **recurrence), config)
+    decoder.read(prompts)
+    generate(decoder, config, lambda i, token, _: found[i].append(token))
+    assert found == expected
+
+
+@pytest.mark.parametrize('recurrence', [T2MLR, LRT], ids=['t2mlr', 'lrt'])
+@torch.inference_mode()
+def test_the_laws_hold_on_imported_weights(base, recurrence):
+    """With the recurrence at work: decoding equals the sequential schedule, and so do converged Jacobi passes."""
+    model, T = imported(base[0], **recurrence), 16
+    torch.manual_seed(0)
+    for name, p in model.named_parameters():
+        if name.startswith(('fusion.gamma', 'memory.')) or name.endswith('.gamma'):
+            p.normal_(0, 0.02)
+    model.double()
+    tokens = torch.cat((base[2][:, :T], torch.randint(model.config.vocab_size, (1, T))))
+    exact = model(tokens, schedule=SEQUENTIAL)
+    state = model.new_state(2, slots=T)
+    steps = [model(tokens[:, t : t + 1], schedule=SEQUENTIAL, state=state) for t in range(T)]
+    torch.testing.assert_close(torch.cat(steps, 1), exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(tokens, schedule=Schedule('jacobi', T, 1)), exact, rtol=1e-9, atol=1e-9)
+    assert (model(tokens, schedule=Schedule('jacobi', 0, 1)) - exact).abs().max() > 1e-6
 
 
 def test_what_cannot_be_imported_is_named(tmp_path):
@@ -119,8 +228,6 @@ def test_a_retrofit_trains_and_resumes(tmp_path, recurrence):
     assert config.n_layer == 3 and config.family == 'llama' and config.vocab_size == 300
     train(config)
     lines = [json.loads(line) for line in (tmp_path / 'run' / 'log.jsonl').read_text().splitlines()]
-    from train import Dataset
-
     data = Dataset(f'{tmp_path}/data')
     x, y, _ = data.batch('train', data.rows('train', config.seed, 0, 4, 32), 32)
     with torch.no_grad():
@@ -129,3 +236,254 @@ def test_a_retrofit_trains_and_resumes(tmp_path, recurrence):
     config.max_steps = 6
     train(config)
     assert read_checkpoint(tmp_path / 'run' / 'ckpt.pt')['step'] == 6
+
+
+# Export
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """{name: out_dir} of models retrofitted for two updates, and of one of our own; 'base' is where they started."""
+    root = tmp_path_factory.mktemp('runs')
+    make(root / 'base')
+    add_tokenizer(root / 'base')
+    (root / 'source').mkdir()
+    for i in range(4):
+        (root / 'source' / f'{i}.txt').write_text(f'hello a {i} ' * 40)
+    tokens = f'--tokenizer={root}/base/tokenizer.json'
+    prepare_data.main(['text', f'--source={root}/source', '--val_fraction=0.3', f'--out={root}/data', tokens])
+    settings = dict(data_dir=f'{root}/data', block_size=32, batch_size=4, warmup_steps=0, device='cpu', threads=1, max_steps=2)
+    settings |= dict(eval_batches=1, eval_exact_batches=0, recurrence_lr_scale=100.0)
+    found = {'base': root / 'base'}
+    for name, changed in {
+        'plain': {'init_from': f'hf:{root}/base'},
+        't2mlr': {'init_from': f'hf:{root}/base', 'schedule': 'jacobi', 'd_forward': 2, 'd_backward': 2} | T2MLR,
+        'lrt': {'init_from': f'hf:{root}/base', 'schedule': 'interleaved'} | LRT,
+        'nanochat': {'n_layer': 2, 'n_embd': 32, 'schedule': 'interleaved', 'value_embeddings': 'all'} | LRT,
+        'lstm': {'architecture': 'lstm', 'n_layer': 1, 'n_embd': 16},
+    }.items():
+        config = TrainConfig(**settings | changed | {'out_dir': str(root / name)})
+        config.check()
+        train(config)
+        found[name] = root / name
+    return found
+
+
+def exported(capsys, run, out, *more):
+    capsys.readouterr()
+    sample.main(['--device=cpu', '--threads=1', f'--ckpt={run}', f'--export={out}', *more])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize('name', ['plain', 't2mlr', 'lrt'])
+def test_transformers_loads_an_export_without_recurrence(runs, tmp_path, capsys, name):
+    """The same logits, each tied weight once, the tokenizer and its template; the round trip gives every weight back."""
+    assert 'which transformers loads' in exported(capsys, runs[name], tmp_path / 'out', '--drop_recurrence=True')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').eval()
+    model, checkpoint = load_model(runs[name] / 'ckpt.pt')
+    base = build(GPTConfig(**pretrained_config(str(tmp_path / 'out'), 32)))
+    load_pretrained(base, str(tmp_path / 'out'))
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(p, weights[n]) for n, p in base.named_parameters()) and base.config.recurrence == 'none'
+    tokens = torch.randint(300, (2, 32))
+    with torch.inference_mode():
+        torch.testing.assert_close(base(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / 'out' / 'model.safetensors', framework='pt') as tensors:
+        assert len(tensors.keys()) == len(dict(base.named_parameters())) and 'lm_head.weight' not in tensors.keys()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
+    assert tokenizer('hello a')['input_ids'] == encode(checkpoint['meta'], 'hello a')
+    assert tokenizer.convert_tokens_to_ids(tokenizer.eos_token) == theirs.config.eos_token_id
+
+
+@pytest.mark.parametrize('name', ['t2mlr', 'lrt', 'nanochat', 'lstm'])
+def test_our_own_export_comes_back(runs, tmp_path, capsys, name):
+    """Weights, settings and logits, in sample.py and as a start of a training; a shorter context may be asked for."""
+    assert 'in our own format' in exported(capsys, runs[name], tmp_path / 'out')
+    model, checkpoint = load_model(runs[name] / 'ckpt.pt')
+    again, there = load_folder(str(tmp_path / 'out'))
+    assert again.config == model.config and there['meta'] == checkpoint['meta']
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    changed = dict(data_dir=str(runs['base'].parent / 'data'), out_dir=str(tmp_path / 'run'), device='cpu', threads=1)
+    changed['learning_rate'] = 0.0
+    config = TrainConfig(init_from=f'hf:{tmp_path}/out', block_size=16, batch_size=4, max_steps=1, warmup_steps=0, **changed)
+    config.check()
+    assert config.block_size == 16 and config.recurrence == model.config.recurrence
+    train(config)
+    trained = read_checkpoint(tmp_path / 'run' / 'ckpt.pt')['model']
+    assert all(torch.equal(trained[n], p) for n, p in model.state_dict().items())
+
+
+def test_a_llama3_scaling_is_exported(tmp_path, capsys):
+    theirs = make(tmp_path / 'base', rope_scaling=LLAMA3 | {'factor': 32.0}, rope_theta=500000.0)
+    add_tokenizer(tmp_path / 'base')
+    exported(capsys, f'hf:{tmp_path}/base', tmp_path / 'out')
+    tokens = torch.randint(300, (1, 256))
+    with torch.inference_mode():
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').eval()
+        torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits)
+
+
+def test_an_export_is_whole_or_absent(runs, tmp_path, capsys, monkeypatch):
+    """An existing folder stays as it is, unless it is an export and may be overwritten; a failure leaves nothing behind."""
+
+    def refused(*more):
+        with pytest.raises(SystemExit) as stop:
+            exported(capsys, runs['plain'], tmp_path / 'out', *more)
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    exported(capsys, runs['t2mlr'], tmp_path / 'out')
+    assert 'exists' in refused() and load_folder(str(tmp_path / 'out'))[0].config.recurrence == 't2mlr'
+    exported(capsys, runs['plain'], tmp_path / 'out', '--overwrite')
+    assert load_folder(str(tmp_path / 'out'))[0].config.recurrence == 'none'
+    (tmp_path / 'out' / 'notes.txt').write_text('mine')
+    assert 'exists' in refused('--overwrite') and (tmp_path / 'out' / 'notes.txt').exists()
+    shutil.rmtree(tmp_path / 'out')
+    import safetensors.torch
+
+    def full(tensors, path, metadata):
+        Path(path).write_bytes(b'half')
+        raise OSError(28, 'No space left on device', path)
+
+    monkeypatch.setattr(safetensors.torch, 'save_file', full)
+    assert 'No space left' in refused() and not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        sample.main([f'--ckpt={runs["plain"]}', '--drop_recurrence'])
+    assert '--export=FOLDER' in capsys.readouterr().err
+
+
+# Vocabularies
+
+
+def test_tokens_that_are_not_those_of_the_weights_are_refused(runs, tmp_path, capsys):
+    """Data of another tokenizer, a tokenizer with more tokens than the weights, files cut short, none at all."""
+    source = runs['base'].parent / 'source'
+    prepare_data.main(['text', f'--source={source}', '--val_fraction=0.3', f'--out={tmp_path}/bytes'])
+    config = TrainConfig(init_from=f'hf:{runs["base"]}', data_dir=f'{tmp_path}/bytes', out_dir=f'{tmp_path}/run', block_size=16)
+    with pytest.raises(ConfigError, match=f'--tokenizer={runs["base"]}/tokenizer.json'):
+        train(config)
+    make(tmp_path / 'other')
+    add_tokenizer(tmp_path / 'other', ['<|endoftext|>', '<|im_start|>', '<|im_end|>', *(f'<{i}>' for i in range(60))])
+
+    def refused():
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            sample.main([f'--ckpt=hf:{tmp_path}/other', '--prompt=a', '--device=cpu'])
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2 and out == '' and len(err.splitlines()) == 1
+        return err
+
+    assert 'another tokenizer' in refused()
+    path = tmp_path / 'other' / 'tokenizer.json'
+    path.write_bytes(path.read_bytes()[:1000])
+    assert 'tokenizer.json' in refused()
+    path.unlink()
+    assert 'tokenizer.json' in refused()
+    (tmp_path / 'other' / 'meta.json').write_text('{')
+    assert 'meta.json' in refused()
+    (tmp_path / 'other' / 'config.json').unlink()
+    assert 'config.json' in refused()
+    shutil.rmtree(tmp_path / 'other')
+    assert f'{tmp_path}/other is neither a folder' in refused()
+
+
+# Conversations
+
+
+class Script:
+    """Stands for the drawing of tokens: says each answer of a list, token by token."""
+
+    def __init__(self, answers):
+        self.answers = [list(a) for a in answers]
+
+    def __call__(self, logits, config, generators):
+        while not self.answers[0]:
+            self.answers.pop(0)
+        return torch.tensor([[self.answers[0].pop(0)]] * len(logits))
+
+
+@pytest.mark.parametrize('name', ['base', 't2mlr', 'lrt'])
+def test_a_conversation_is_read_as_its_template_renders_it(runs, tmp_path, monkeypatch, capsys, name):
+    """What a state has read before each answer is what chat_tokens gives; one state serves all turns whose rendering goes on
+    from the last; tokens that the text does not give back cost a fresh state, and the logits are those of a fresh reading."""
+    folder = runs['base']
+    if name != 'base':
+        exported(capsys, runs[name], tmp_path / 'out')
+        shutil.copy(folder / 'tokenizer_config.json', tmp_path / 'out')
+        (tmp_path / 'out' / 'meta.json').unlink()
+        folder = tmp_path / 'out'
+        settings = json.loads((folder / 'config.json').read_text())
+        settings['settings']['block_size'] = 256
+        (folder / 'config.json').write_text(json.dumps(settings))
+    model, checkpoint = load_folder(str(folder))
+    meta = checkpoint['meta']
+    stop = meta['stop_token']
+    ids = {t: encode(meta, t) for t in ('hello', 'a', 'all hell', '!')}
+    assert len(ids['hello']) == 2  # hell, o
+    letters = [i for c in 'hello' for i in encode(meta, c)]
+    answers = [[*ids['hello'], stop], [*ids['a'], stop], [*letters, stop], [*ids['all hell'], meta['document_token']]]
+    answers += [ids['!'] * 8, [*ids['a'], stop]]
+    lines = ['hello a', 'say <|im_end|> twice <|im_end|>', '', 'hell', 'é a', 'a']
+    reads, fresh, real = [], [], sample.prefill
+
+    def prefill(model, state, tokens, config, recurs=True):
+        if not int(state.position):
+            reads.append([])
+            fresh.append(len(turns))
+        reads[-1] += tokens[0].tolist()
+        if tokens.size(1) > 1:
+            turns.append((list(reads[-1]), real(model, state, tokens, config, recurs)))
+            return turns[-1][1]
+        return real(model, state, tokens, config, recurs)
+
+    turns = []
+    monkeypatch.setattr(sample, 'prefill', prefill)
+    monkeypatch.setattr(sample, 'choose', Script(answers))
+    monkeypatch.setattr('sys.stdin', io.StringIO('\n'.join(lines) + '\n'))
+    capsys.readouterr()
+    sample.main([f'--ckpt=hf:{folder}', '--interactive', '--device=cpu', '--max_tokens=8', '--jacobi_tol=0'])
+    said = capsys.readouterr().out.split('\n')
+    assert said == ['hello', 'a', 'hello', 'all hell', '!' * 8, 'a', '']
+    messages = []
+    for line, answer, (read, (logits, _)) in zip(lines, said[:-1], turns, strict=True):
+        messages.append({'role': 'user', 'content': line})
+        assert read == chat_tokens(meta, messages)
+        with torch.inference_mode():
+            alone = real(model, model.new_state(1), torch.tensor([read]), SampleConfig(jacobi_tol=0.0))[0]
+        torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+        messages.append({'role': 'assistant', 'content': answer})
+    assert fresh == [0, 3]  # at first, and after letters that are no tokens of their text
+
+
+def test_a_message_is_answered_and_a_text_continued(runs, capsys, monkeypatch):
+    meta = load_folder(str(runs['base']))[1]['meta']
+    read, real = [], sample.prefill
+    monkeypatch.setattr(sample, 'prefill', lambda m, s, tokens, *a: read.append(tokens[0].tolist()) or real(m, s, tokens, *a))
+    monkeypatch.setattr(sample, 'choose', Script([[*encode(meta, 'a'), meta['stop_token']]] * 2))
+    for more, expected, shown in (
+        ([], chat_tokens(meta, [{'role': 'user', 'content': 'hello <|im_end|>'}]), 'hello <|im_end|>\na\n'),
+        (['--chat=False'], [meta['document_token'], *encode(meta, 'hello <|im_end|>')], 'hello <|im_end|>a\n'),
+    ):
+        capsys.readouterr()
+        sample.main([f'--ckpt=hf:{runs["base"]}', '--prompt=hello <|im_end|>', '--device=cpu', *more])
+        assert capsys.readouterr().out == shown and read.pop(0) == expected
+        read.clear()
+
+
+def test_a_long_conversation_slides_or_stops(runs, capsys, monkeypatch):
+    meta = load_folder(str(runs['base']))[1]['meta']
+    answer = [*encode(meta, 'hello'), meta['stop_token']]
+    for more, turns in (['--overflow=slide'], 12), ([], 3):
+        monkeypatch.setattr(sample, 'choose', Script([answer] * 12))
+        monkeypatch.setattr('sys.stdin', io.StringIO(('x' * 60 + '\n') * 12))
+        capsys.readouterr()
+        command = [f'--ckpt=hf:{runs["base"]}', '--interactive', '--device=cpu', *more]
+        if more:
+            sample.main(command)
+        else:
+            with pytest.raises(SystemExit):
+                sample.main(command)
+        out, err = capsys.readouterr()
+        assert out == 'hello\n' * turns and ('--overflow=slide' in err) == (not more)

@@ -197,6 +197,29 @@ def test_jacobi_prefill_equals_exact_prefill(overfit, name):
         assert taken[0] == 46 and taken[1] == 45 and taken[3] > taken[4] > taken[6] and taken[4] < 40
 
 
+@pytest.mark.parametrize('recurrence', [T2MLR, LRT], ids=['t2mlr', 'lrt'])
+@torch.inference_mode()
+def test_a_prompt_reads_the_memory_as_in_the_training(recurrence):
+    """Where the data leave the prompt without memory, decoding does: the prompt writes it, the answer reads it."""
+    torch.manual_seed(0)
+    model = build(
+        GPTConfig(**{k: v for k, v in (BASE | recurrence).items() if k in GPTConfig.__dataclass_fields__}, vocab_size=257)
+    )
+    for p in model.double().parameters():
+        p.normal_(0, 0.3)
+    tokens = torch.randint(256, (1, 20))
+    for recurs in (False, True):
+        assert sample.prompt_recurs({'settings': {'recur_on_prompt': recurs}}) is recurs and sample.prompt_recurs({})
+        mask = torch.ones(1, 20, dtype=torch.bool)
+        mask[:, :12] = recurs
+        exact = model(tokens, schedule=SEQUENTIAL, recur_mask=mask)
+        decoder, found = Decoder(model, SampleConfig(jacobi_tol=0.0)), []
+        for start, end in ((0, 12), *((t, t + 1) for t in range(12, 20))):
+            decoder.read(tokens[:, start:end].tolist(), recurs or start > 0)
+            found.append(decoder.logits)
+        torch.testing.assert_close(torch.stack(found, 1), exact[:, 11:], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize('name', MODELS)
 def test_sliding_goes_on_from_the_second_half(overfit, name):
     """At the end of the context a row is what a fresh prompt of its last half would be, and rows that still fit stay."""
@@ -380,7 +403,7 @@ def test_a_conversation_keeps_its_state(overfit, capsys, monkeypatch):
     """Turn by turn, only what is new is read; the answers are those to the whole conversation at once."""
     reads = []
     read = Decoder.read
-    monkeypatch.setattr(Decoder, 'read', lambda self, new: reads.append([len(row) for row in new]) or read(self, new))
+    monkeypatch.setattr(Decoder, 'read', lambda self, new, *a: reads.append([len(row) for row in new]) or read(self, new, *a))
     monkeypatch.setattr('sys.stdin', io.StringIO('the\n memory\n'))
     ckpt = f'--ckpt={overfit["t2mlr"]}'
     out, _ = said(capsys, ckpt, '--interactive', '--temperature=0', '--max_tokens=4')

@@ -287,6 +287,7 @@ GRID |= {
     'loops in LRT': LRT | {'schedule': 'interleaved', 'n_loop': 2, 'l_start': 0, 'l_end': 1},
     'accumulation': LRT | {'schedule': 'interleaved', 'accumulation': 3, 'batch_size': 12},
     'task': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'data': 'task', 'batch_size': 8, 'accumulation': 2},
+    'checkpointing': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'activation_checkpointing': True},
     'one token': LRT | {'schedule': 'interleaved', 'block_size': 1, 'eval_exact_batches': 0},
 }
 WORKER = """
@@ -524,7 +525,8 @@ def all_configs():
 
 def described(path):
     values = {k: v for k, v in read_file(str(path)).items() if k in asdict(TrainConfig())}
-    return TrainConfig(**values | {'vocab_size': values.get('vocab_size', 0) or 512})
+    # Those that start from a pretrained folder state its shape, so that a dry run needs no weights.
+    return TrainConfig(**values | {'vocab_size': values.get('vocab_size', 0) or 512, 'dry_run': True})
 
 
 @pytest.mark.parametrize('path', all_configs(), ids=lambda p: p.stem)
@@ -789,6 +791,30 @@ def test_a_run_whose_data_is_missing_says_so(tmp_path):
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert 'data/fineweb_edu' in done.stderr and 'prepare_data.py' in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_retrofit_without_its_checkpoint_says_so(tmp_path, monkeypatch, capsys):
+    """Its dry run names the folder; its control states only what differs; a training ends before anything is written."""
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    monkeypatch.chdir(tmp_path)
+    retrofits = [path for path in all_configs() if path.stem.startswith('retrofit_') and not path.stem.endswith('_control')]
+    assert len(retrofits) == 3
+    for path in retrofits:
+        ours, control = described(path), described(path.with_stem(f'{path.stem}_control'))
+        differ = {k for k, v in asdict(ours).items() if v != asdict(control)[k]}
+        assert differ == {'recurrence', 'schedule', 'out_dir'} and control.recurrence == 'none'
+        train.main([str(path), '--dry_run'])
+        assert f'{ours.init_from[3:]} is no folder here' in capsys.readouterr().err
+        with pytest.raises(SystemExit) as stop:
+            train.main([str(path)])
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and f'{ours.init_from[3:]} is neither a folder' in err and len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_activation_checkpointing_needs_layers():
+    with pytest.raises(ConfigError, match='activation_checkpointing=True'):
+        TrainConfig(architecture='lstm', activation_checkpointing=True).check()
 
 
 def test_a_schedule_is_the_same_object_to_model_and_config():

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# T2MLR put into SmolLM2-135M-Instruct and fine-tuned, against the same fine-tuning without it, from a fresh clone: variable
+# assignment (exact match by depth on held-out problems), then GSM8K, a smoke test of 100 updates scored on 100 problems. At most
+# 90 minutes on two free CPU cores: T2MLR on one, the control on the other. A finished part is a file in results/retrofit, and a
+# second start goes on with the others. SOURCE (a folder with train.jsonl and test.jsonl) takes GSM8K from there, not from the
+# hub; VARIABLES_STEPS, GSM8K_STEPS and PROBLEMS make it smaller. Ends with the tables. out/retrofit takes 7 GB.
+set -euo pipefail
+REQUIREMENTS=requirements-retrofit.txt
+. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+export OMP_NUM_THREADS=1
+model=data/SmolLM2-135M-Instruct out=out/retrofit results=results/retrofit
+problems=${PROBLEMS:-100}
+mkdir -p "$out" "$results"
+
+python -m runs.retrofit model "$model"
+tokens="--tokenizer=$model/tokenizer.json"
+python prepare_data.py variable_assignment --depth=1-4 --test_depth=1-5 --variables=10 --recur_on_prompt=True --n_train=20000 \
+    --n_val=200 --n_test=500 "$tokens" --out=data/variables_smollm2
+python prepare_data.py gsm8k ${SOURCE:+"--source=$SOURCE"} --longest=192 --drop_longer=True "$tokens" --out=data/gsm8k_smollm2
+
+run_cell() { # TASK t2mlr|control UPDATES BATCH BLOCK PROBLEMS
+    local name=$1-$2 config=config/retrofit_smollm2_135m_$1
+    [ "$2" = t2mlr ] || config+=_control
+    [ -f "$results/$name.json" ] && return
+    echo "$(date +%H:%M:%S) $name, $3 updates of $4"
+    python train.py "$config.py" --threads=1 --block_size="$5" --max_steps="$3" --warmup_steps=$(($3 < 20 ? $3 : 20)) \
+        --batch_size="$4" --eval_interval=50 --eval_batches=1 --eval_exact_batches=0 --out_dir="$out/$name" > "$out/$name.txt" 2>&1 &&
+        python eval.py --threads=1 --ckpt="$out/$name" --batch_size="$6" --max_batches=1 >> "$out/$name.txt" 2>&1 &&
+        cp "$out/$name/eval-$1_smollm2-test.json" "$results/$name.json" || { echo "failed: see $out/$name.txt"; return 1; }
+}
+side() { # t2mlr|control
+    run_cell variables "$1" "${VARIABLES_STEPS:-250}" 8 64 "$((problems * 5))" &&
+        run_cell gsm8k "$1" "${GSM8K_STEPS:-100}" 4 192 "$problems"
+}
+side control &
+control=$!
+trap 'kill $control 2> /dev/null || true' EXIT
+side t2mlr
+wait $control
+trap - EXIT
+
+if [ ! -f "$results/cost.json" ]; then
+    echo "$(date +%H:%M:%S) cost of an update"
+    python -m runs.retrofit cost --threads=1 --batch_size=4 --block_size=192 > "$out/cost.json" && mv "$out/cost.json" "$results/cost.json"
+fi
+python -m runs.retrofit table "$results"
