@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby, pairwise, takewhile
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from tqdm import tqdm
 from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, Schedule, count_flops, count_parameters
 from prepare_data import decode, encode, extract_answer, same_answer
-from sample import Decoder, SampleConfig, Text, find_checkpoint, generate, load_model
+from sample import Decoder, SampleConfig, Text, find_checkpoint, generate, load_model, prompt_recurs
 from train import Dataset, TrainConfig, pick_device, same_tokens
 
 
@@ -46,7 +46,9 @@ class EvalConfig:
     max_batches: int = key(0, 'batches at most; 0 takes the whole split')
     passes: bool = key(False, 'text: also bits per byte of each pass of the training schedule')
     exact: str = key(
-        'auto', 'text: how exact decoding is computed; auto iterates above 256 tokens', ('auto', 'sequential', 'jacobi')
+        'auto',
+        'exact decoding: token by token, or iterated; auto iterates texts above 256 tokens and prompts',
+        ('auto', 'sequential', 'jacobi'),
     )
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default')
@@ -172,32 +174,26 @@ def score_answers(model, data, split, config, kept):
     arrays, meta, task = data.split(split), data.meta, data.meta['task']
     if 'prompt_lengths' not in arrays:
         raise ConfigError(f'split={split} of {data.folder} has several examples in a row; take another split.')
-    ends = [meta['document_token'], meta.get('stop_token', meta['document_token'])]
+    ends = [meta['document_token'], meta.get('stop_token')]
     with open(os.path.join(data.folder, f'{split}.jsonl'), encoding='utf-8') as f:
         examples = [json.loads(line) for line in f]
     total = min(len(examples), (config.max_batches or math.inf) * config.batch_size)
-    hits, device = np.zeros(total), model.embed.weight.device
-    order = np.argsort(arrays['prompt_lengths'][:total], kind='stable')  # prompts of one length are decoded together
-    T = model.config.block_size
-    for low in tqdm(range(0, total, config.batch_size), unit='batch', leave=False, disable=None):
-        for n, group in groupby(order[low : low + config.batch_size], key=lambda i: arrays['prompt_lengths'][i]):
-            rows = list(group)
-            tokens = torch.from_numpy(arrays['tokens'][rows, :n].astype(np.int64)).to(device)
-            recurs = torch.from_numpy(arrays['recur_mask'][rows, :n]).to(device)
-            state = model.new_state(len(rows))
-            logits = model(tokens, schedule=SEQUENTIAL, recur_mask=recurs, state=state)[:, -1]
-            answers, ended = [], torch.zeros(len(rows), dtype=torch.bool, device=device)
-            for step in range(T - n + 1):
-                token = logits.argmax(-1)
-                ended |= (token == ends[0]) | (token == ends[1])
-                answers.append(token)
-                if ended.all() or step == T - n:
-                    break
-                logits = model(token[:, None], schedule=SEQUENTIAL, state=state)[:, -1]
-            for i, ids in zip(rows, torch.stack(answers, 1).tolist(), strict=True):
-                ids = list(takewhile(lambda token: token not in ends, ids))
-                answer = extract_answer(task, decode(meta, ids).decode('utf-8', 'replace'))
-                hits[i] = same_answer(task, answer, examples[i]['answer'])
+    order = np.argsort(arrays['prompt_lengths'][:total], kind='stable')  # little padding
+    prefill = 'exact' if config.exact == 'sequential' else 'jacobi'
+    greedy = SampleConfig(temperature=0, max_tokens=model.config.block_size, prefill=prefill, jacobi_tol=1e-5)
+
+    def measure(low):
+        """Whether each example of the batch is answered."""
+        rows = order[low : low + config.batch_size].tolist()
+        decoder, answers = Decoder(model, greedy), [[] for _ in rows]
+        decoder.read([arrays['tokens'][i, : arrays['prompt_lengths'][i]].tolist() for i in rows], prompt_recurs(meta))
+        generate(decoder, greedy, lambda i, token, _: answers[i].append(token) or token in ends)
+        texts = [decode(meta, [t for t in ids if t not in ends]).decode('utf-8', 'replace') for ids in answers]
+        found = [extract_answer(task, text) for text in texts]
+        return [bool(same_answer(task, answer, examples[i]['answer'])) for answer, i in zip(found, rows, strict=True)]
+
+    hits = np.zeros(total)
+    hits[order] = [hit for batch in kept.batches('answers', range(0, total, config.batch_size), measure) for hit in batch]
     depth = arrays['steps'][:total]
     by_depth = {int(d): float(hits[depth == d].mean()) for d in np.unique(depth)}
     return {'exact_match': float(hits.mean()), 'by_depth': by_depth, 'answers': total}

@@ -183,19 +183,24 @@ def test_an_answer_ends_where_the_turn_does(tmp_path, instruct):
             script[prompt] = itertools.chain(said, itertools.repeat(meta['document_token']))
 
         class Model:
-            config, embed = SimpleNamespace(block_size=512), SimpleNamespace(weight=torch.zeros(1))
+            config = SimpleNamespace(block_size=512, recurrence='none')
+            embed = SimpleNamespace(weight=torch.zeros(1))
 
-            def new_state(self, n):
-                return [None] * n
+            def new_state(self, n, start, slots):
+                return start.tolist()
 
-            def __call__(self, tokens, schedule, state, recur_mask=None, script=script):
-                logits = torch.zeros(*tokens.shape, meta['vocab_size'])
-                for row, ids in enumerate(tokens.tolist()):
-                    state[row] = script[tuple(ids)] if recur_mask is not None else state[row]  # the prompt has a mask
-                    logits[row, -1, next(state[row])] = 1
+            def __call__(self, tokens, state, logits_from, script=script):
+                state[:] = [script[tuple(ids[padding:])] for ids, padding in zip(tokens.tolist(), state, strict=True)]
+                return self.token(tokens, state)
+
+            def token(self, tokens, state):
+                logits = torch.zeros(len(tokens), 1, meta['vocab_size'])
+                for row, told in enumerate(state):
+                    logits[row, -1, next(told)] = 1
                 return logits
 
-        found = evaluation.score_answers(Model(), data, 'test', SimpleNamespace(max_batches=0, batch_size=8))
+        settings = SimpleNamespace(max_batches=0, batch_size=8, exact='auto')
+        found = evaluation.score_answers(Model(), data, 'test', settings, evaluation.Kept(str(tmp_path / f'{end}.part'), {}))
         assert found['exact_match'] == right and found['answers'] == len(examples)
     row = Text(meta, [])
     assert (
