@@ -14,6 +14,7 @@ also go to eval-DATASET-SPLIT.json beside the checkpoint.
 import contextlib
 import functools
 import glob
+import hashlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from tqdm import tqdm
 from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, Schedule, count_flops, count_parameters
 from prepare_data import decode, encode, extract_answer, same_answer
-from sample import Decoder, SampleConfig, Text, find_checkpoint, generate, load_model, prompt_recurs
+from sample import Decoder, SampleConfig, Text, find_checkpoint, generate, load_folder, load_model, prompt_recurs
 from train import Dataset, TrainConfig, pick_device, same_tokens
 
 
@@ -118,6 +119,10 @@ class Kept:
             if (name, low) not in self.found:
                 self.add(name, low, measure(low))
             yield self.found[name, low]
+
+    def remove(self):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self.path)
 
 
 def score_task(model, data, split, schedule, config, kept):
@@ -453,58 +458,85 @@ def score_continuations(model, pairs, batch_size):
     return found
 
 
-def harness(model, meta, batch_size):
-    """Our checkpoint as a model of the lm-eval harness (optional: pip install lm-eval)."""
+def harness(model, meta, batch_size, kept, opens=True):
+    """Our model as one of the lm-eval harness (optional: pip install lm-eval). `kept` (Kept) has what an interrupted run found.
+
+    opens: the document token comes before every text, as in our training; else only where there is no context at all.
+    """
     try:
         from lm_eval.api.model import LM
         from lm_eval.utils import get_rolling_token_windows
     except ImportError:
         raise ConfigError('lm_eval needs the harness; install it with pip install lm-eval.') from None
 
+    def in_batches(kind, requests, measure):
+        asked = [request.args for request in requests]
+        name = f'{kind} {hashlib.sha256(json.dumps(asked).encode()).hexdigest()}'
+        size = 16 * batch_size  # so many are sorted by length
+        parts = kept.batches(name, range(0, len(asked), size), lambda low: measure(asked[low : low + size]))
+        return [result for part in parts for result in part]
+
+    def opening(context):
+        return [meta['document_token']] if opens or not context else []
+
+    def score(asked):
+        pairs = []
+        for context, continuation in asked:
+            spaces = len(context) - len(context.rstrip())  # a token may begin with them, so they go with what follows
+            context, continuation = context[: len(context) - spaces], context[len(context) - spaces :] + continuation
+            n = len(encode(meta, context))
+            ids = encode(meta, context + continuation)
+            pairs.append(([*opening(ids[:n]), *ids[:n]], ids[n:]))
+        return score_continuations(model, pairs, batch_size)
+
+    def score_whole(asked):
+        pairs, owner, total = [], [], [0.0] * len(asked)
+        for number, (text,) in enumerate(asked):
+            windows = get_rolling_token_windows(encode(meta, text), meta['document_token'], model.config.block_size, 1)
+            for context, predicted in windows:
+                pairs.append((context[: len(context) - len(predicted) + 1], predicted))
+                owner.append(number)
+        for number, (logp, _) in zip(owner, score_continuations(model, pairs, batch_size), strict=True):
+            total[number] += logp
+        return total
+
+    def complete(asked):
+        texts, order = [''] * len(asked), sorted(range(len(asked)), key=lambda i: (str(asked[i][1]), len(asked[i][0])))
+        for _, same in groupby(order, key=lambda i: asked[i][1]):  # what is decoded together has the same settings
+            same = list(same)
+            for low in range(0, len(same), batch_size):
+                chosen = same[low : low + batch_size]
+                given = asked[chosen[0]][1]
+                length = min(given.get('max_gen_toks', 256), model.config.block_size - 1)
+                temperature = given.get('temperature', 1.0) if given.get('do_sample', False) else 0.0
+                config = SampleConfig(max_tokens=length, temperature=temperature, jacobi_tol=1e-5)
+                stops = given.get('until') or []
+                rows = [Text(meta, [stops] if isinstance(stops, str) else stops) for _ in chosen]
+                prompts = [encode(meta, asked[i][0]) for i in chosen]
+                decoder = Decoder(model, config)
+                decoder.read([[*opening(ids), *ids][-(model.config.block_size - length + 1) :] for ids in prompts])
+                generators = [torch.Generator().manual_seed(config.seed) for _ in chosen]
+                generate(decoder, config, lambda i, token, likelihood, rows=rows: rows[i].push(token, likelihood), generators)
+                for i, row in zip(chosen, rows, strict=True):
+                    row.close('length')
+                    texts[i] = row.text
+        return texts
+
     class Harness(LM):
         def loglikelihood(self, requests):
-            pairs = []
-            for context, continuation in (request.args for request in requests):
-                spaces = len(context) - len(context.rstrip())  # a token may begin with them, so they go with what follows
-                context, continuation = context[: len(context) - spaces], context[len(context) - spaces :] + continuation
-                n = len(encode(meta, context))
-                ids = encode(meta, context + continuation)
-                pairs.append(([meta['document_token'], *ids[:n]], ids[n:]))
-            return score_continuations(model, pairs, batch_size)
+            return [tuple(pair) for pair in in_batches('loglikelihood', requests, score)]
 
         def loglikelihood_rolling(self, requests):
-            pairs, owner = [], []
-            for number, request in enumerate(requests):
-                ids = encode(meta, request.args[0])
-                for context, predicted in get_rolling_token_windows(ids, meta['document_token'], model.config.block_size, 1):
-                    pairs.append((context[: len(context) - len(predicted) + 1], predicted))
-                    owner.append(number)
-            total = [0.0] * len(requests)
-            for number, (logp, _) in zip(owner, score_continuations(model, pairs, batch_size), strict=True):
-                total[number] += logp
-            return total
+            return in_batches('loglikelihood_rolling', requests, score_whole)
 
         def generate_until(self, requests):
-            texts = []
-            for context, given in tqdm([request.args for request in requests], unit='answer', leave=False, disable=None):
-                length = min(given.get('max_gen_toks', 256), model.config.block_size - 1)
-                stops = given.get('until') or []
-                sampled = given.get('do_sample', False)
-                config = SampleConfig(max_tokens=length, temperature=given.get('temperature', 1.0) if sampled else 0.0)
-                prompt = [meta['document_token'], *encode(meta, context)][-(model.config.block_size - length + 1) :]
-                decoder, row = Decoder(model, config), Text(meta, [stops] if isinstance(stops, str) else stops)
-                decoder.read([prompt])
-                generate(decoder, config, lambda i, token, likelihood, row=row: row.push(token, likelihood))
-                row.close('length')
-                texts.append(row.text)
-            return texts
+            return in_batches('generate_until', requests, complete)
 
     return Harness()
 
 
-def run_harness(model, checkpoint, config):
+def run_harness(lm, config):
     """{task: {metric: value}} of the harness, and with CORE its centred average: the mean of (acc - guess) / (1 - guess)."""
-    lm = harness(model, checkpoint['meta'], config.batch_size)
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -540,15 +572,24 @@ def print_table(head, rows):
 @torch.no_grad()
 def evaluate(path, config):
     """Measures one checkpoint: {'checkpoint', 'update', 'data', 'split'} and, for each schedule, what score_* returns."""
-    model, checkpoint = load_model(path, pick_device(config.device))
-    saved = checkpoint['config']
+    folder = path.removeprefix('hf:')
+    load = load_model if folder == path else load_folder
+    model, checkpoint = load(folder, pick_device(config.device))
     if config.lm_eval:
-        if checkpoint['meta']['kind'] != 'text':
-            raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on a task.')
-        found = {'checkpoint': path, 'lm_eval': run_harness(model, checkpoint, config)}
-        with open(os.path.join(os.path.dirname(path), 'eval-lm_eval.json'), 'w', encoding='utf-8') as f:
+        if checkpoint['meta']['kind'] == 'task' and checkpoint['meta'].get('aligned', True):
+            raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')
+        name = os.path.join(os.path.dirname(path) if folder == path else '.', 'eval-lm_eval.json')
+        stamp = os.stat(path).st_mtime_ns if folder == path else path
+        kept = Kept(name + '.part', {'checkpoint': stamp, 'batch_size': config.batch_size})
+        lm = harness(model, checkpoint['meta'], config.batch_size, kept, folder == path)
+        found = {'checkpoint': path, 'lm_eval': run_harness(lm, config)}
+        with open(name, 'w', encoding='utf-8') as f:
             json.dump(found, f, indent=1)
+        kept.remove()
         return found
+    if folder != path:
+        raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; data is for checkpoints of train.py.')
+    saved = checkpoint['config']
     data = Dataset(config.data_dir or saved['data_dir'])
     split = config.split or ('val' if data.is_text else 'test')
     if split not in data.meta['splits']:
@@ -576,8 +617,7 @@ def evaluate(path, config):
         about['trained_length'] = max(int(n) for n in checkpoint['meta']['settings']['steps'].split('-'))
     with open(name, 'w', encoding='utf-8') as f:
         json.dump(about | found, f, indent=1)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(kept.path)
+    kept.remove()
     return about | found
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # State tracking with retrieval on S_5, the T2MLR paper's synthetic task: actions are adjacent transpositions and the 5-cycle, the
 # dictionary holds five further keys; trained on up to 10 actions, tested on up to 40; the same data, updates and batch for all.
-# Two CPU cores, about an hour and a half for one seed (SEED, default 1337). A finished run is a folder in out/s5 that a second
+# Two CPU cores, about an hour for one seed (SEED, default 1337). A finished run is a folder in out/s5 that a second
 # start goes on from. Ends with the table, results/s5.json and results/s5.png.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 out=out/s5
-export out seed=${SEED:-1337} steps=${STEPS:-2000}
+export out seed=${SEED:-1337} steps=${STEPS:-1500}
 mkdir -p "$out"
 python prepare_data.py s5 --group=5 --actions=generators --distractors=5 --steps=1-10 --test_steps=1-40 --recur_on_prompt=True \
     --out=data/s5

@@ -356,7 +356,7 @@ def test_the_harness_of_a_local_task(runs, capsys, tmp_path):
     out = runs['text', 't2mlr']
     model, checkpoint = load_model(str(out / 'ckpt.pt'))
     meta = checkpoint['meta']
-    lm = evaluation.harness(model, meta, 4)
+    lm = evaluation.harness(model, meta, 4, evaluation.Kept(str(tmp_path / 'part'), {}))
 
     def ask(kind, *arguments):
         with torch.inference_mode():

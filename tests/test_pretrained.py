@@ -487,3 +487,45 @@ def test_a_long_conversation_slides_or_stops(runs, capsys, monkeypatch):
                 sample.main(command)
         out, err = capsys.readouterr()
         assert out == 'hello\n' * turns and ('--overflow=slide' in err) == (not more)
+
+
+@pytest.mark.parametrize('inserted', [{}, T2MLR, LRT], ids=['none', 't2mlr', 'lrt'])
+def test_the_harness_scores_as_its_own_class(base, tmp_path, monkeypatch, inserted):
+    """A multiple-choice task of local data: our class of the lm-eval harness gives the accuracies and, for each choice, the
+    likelihood that the harness's class for transformers gives, also with an untrained recurrence."""
+    lm_eval = pytest.importorskip('lm_eval', reason='the lm-eval harness is an optional extra')
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    import eval as evaluation
+
+    folder, theirs, _ = base
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    words = (ROOT / 'README.md').read_text().split()
+    rng = random.Random(0)
+    rows = []
+    for i in range(24):
+        at = rng.randrange(len(words) - 60)
+        others = [' '.join(rng.sample(words, rng.randint(1, 9))) for _ in range(3)]
+        choices = [' '.join(words[at + 40 : at + 40 + rng.randint(1, 9)]), *others]
+        rows.append({'q': ' '.join(words[at + rng.randrange(39) : at + 40]), 'choices': choices, 'gold': i % 4})
+        choices[0], choices[i % 4] = choices[i % 4], choices[0]
+    (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    (tmp_path / 'local.yaml').write_text(
+        f'task: local_choice\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/rows.jsonl\n'
+        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\n'
+        'doc_to_target: gold\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n'
+    )
+    ours, meta = imported(folder, **inserted), load_folder(folder)[1]['meta']
+    kept = evaluation.Kept(str(tmp_path / 'part'), {})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found = []
+    for lm in (evaluation.harness(ours, meta, 8, kept, False), HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=8)):
+        shared = dict(tasks=['local_choice'], task_manager=TaskManager(include_path=str(tmp_path)), bootstrap_iters=0)
+        with torch.inference_mode():
+            found.append(lm_eval.simple_evaluate(model=lm, log_samples=True, **shared))
+    a, b = (f['results']['local_choice'] for f in found)
+    assert (a['acc,none'], a['acc_norm,none']) == (b['acc,none'], b['acc_norm,none'])
+    for x, y in zip(*(f['samples']['local_choice'] for f in found), strict=True):
+        for (logp, greedy), (wanted, also) in zip(x['filtered_resps'], y['filtered_resps'], strict=True):
+            assert float(logp) == pytest.approx(float(wanted), rel=1e-4, abs=1e-3) and greedy == also
