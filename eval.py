@@ -613,8 +613,9 @@ def evaluate(path, config):
     found = found or {how: score(model, data, split, schedule, config, kept) for how, schedule in schedules(saved).items()}
     about = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
     about |= provenance(path, model, checkpoint, data)
-    if not data.is_text and not answers:  # the dataset of the training, not of this measurement, says what was trained
-        about['trained_length'] = max(int(n) for n in checkpoint['meta']['settings']['steps'].split('-'))
+    trained = {} if data.is_text else checkpoint['meta'].get('settings', {})  # of the training's dataset, not of this one
+    if lengths := trained.get('depth' if answers else 'steps'):  # questions of a file have none to choose
+        about['trained_length'] = max(int(n) for n in lengths.split('-'))
     with open(name, 'w', encoding='utf-8') as f:
         json.dump(about | found, f, indent=1)
     kept.remove()
@@ -707,7 +708,7 @@ def report(found):
         rows = [['all', answers['exact_match']], *([f'depth {d}', share] for d, share in answers['by_depth'].items())]
         return print_table([f'{answers["answers"]} answers', 'exact match'], rows)
     measured = {name: found[name] for name in ('training', 'exact') if name in found}
-    if 'trained_length' not in found:
+    if not summary(found):
         rows = [[name, f['bits_per_byte'], f['nats_per_token'], f['tokens']] for name, f in measured.items()]
         rows += [[name, bits, '', ''] for name, bits in found['training'].get('passes', {}).items()]
         print_table(['schedule', 'bits per byte', 'nats per token', 'tokens'], rows)
@@ -725,7 +726,13 @@ def report(found):
 
 
 def summary(found):
-    """{'state', 'state_last', 'retrieval'}: accuracies of decoding at the longest trained length, where it is measured."""
+    """{'state', 'state_last', 'retrieval'}: accuracies of decoding at the longest trained length, where it is measured; of a
+    task of answers {'exact match', 'depth 1', ..}; of a text {}."""
+    if 'decoded' in found:
+        by_depth = found['decoded']['by_depth'].items()
+        return {'exact match': found['decoded']['exact_match']} | {f'depth {d}': share for d, share in by_depth}
+    if 'trained_length' not in found:
+        return {}
     scores, n = found.get('exact', found['training']), found['trained_length']
     state = {'state': scores['state']['by_length'].get(n), 'state_last': scores['state']['last_by_length'].get(n)}
     return state | {name: f['by_length'].get(n) for name, f in scores.items() if name != 'state'}
@@ -747,19 +754,26 @@ def pyplot():
 
 
 def draw(results, path):
-    """Accuracy of decoding against the step, one panel a score, one line a checkpoint."""
+    """Accuracy of decoding against the step, one panel a score, one line a checkpoint; of answers against their depth."""
     plt = pyplot()
-    names = list(next(iter(results.values()))['training'])
+
+    def curves(found):
+        if 'decoded' in found:
+            return {'exact match': found['decoded']['by_depth']}
+        return {name: scores['by_position'] for name, scores in found.get('exact', found['training']).items()}
+
+    names = list(curves(next(iter(results.values()))))
     figure, panels = plt.subplots(
         1, len(names), figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False, layout='constrained'
     )
     for panel, name in zip(panels[0], names, strict=True):
         for i, (label, found) in enumerate(results.items()):
-            points = found.get('exact', found['training'])[name]['by_position']
+            points = curves(found)[name]
             style = dict(marker='osD^v<>'[i % 7], color=COLOURS[i % 7], markersize=4)
             panel.plot(list(points), list(points.values()), label=label, **style)
-        panel.axvline(found['trained_length'] + 0.5, color='0.6', linestyle=':', linewidth=1)
-        panel.set(xlabel='step of the example', title=name, ylim=(-0.03, 1.03))
+        if 'trained_length' in found:
+            panel.axvline(found['trained_length'] + 0.5, color='0.6', linestyle=':', linewidth=1)
+        panel.set(xlabel='depth' if 'decoded' in found else 'step of the example', title=name, ylim=(-0.03, 1.03))
     panels[0][0].set_ylabel('accuracy (fraction)')
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc='outside upper center', ncols=len(results))
     figure.savefig(path, dpi=150)
@@ -789,12 +803,16 @@ def main(argv):
             if config.json:
                 print(json.dumps(results if len(results) > 1 else found))
             return
-        task = all('trained_length' in found for found in results.values())
+        scores = {tuple(summary(found)) for found in results.values()}
+        task = len(scores) == 1 and () not in scores
         if (config.results or config.figure) and not task:
-            raise ConfigError('results and figure summarise tasks, and a checkpoint of a text model is among those given.')
+            raise ConfigError(
+                'results and figure summarise one task, and there is a text model among the checkpoints, or another task.'
+            )
         if task and len(results) > 1:
             rows = [[name, *summary(found).values()] for name, found in results.items()]
-            print(f'\nexact decoding at the longest trained length, {found["trained_length"]} steps')
+            where = '' if 'decoded' in found else f' at the longest trained length, {found["trained_length"]} steps'
+            print(f'\nexact decoding{where}')
             print_table(['model', *summary(found)], rows)
         if config.results:
             with open(config.results, 'w', encoding='utf-8') as f:

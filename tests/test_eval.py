@@ -411,7 +411,8 @@ def test_answers_are_those_decoded_one_by_one(capsys, tmp_path, name, recurs):
     data = Dataset(f'{tmp_path}/data')
     settings = MODELS[name] | dict(block_size=40, max_steps=60, batch_size=16, reset_token=256, learning_rate=2e-2)
     train(TrainConfig(**BASE | settings | {'data_dir': f'{tmp_path}/data', 'out_dir': f'{tmp_path}/run'}))
-    found, printed = measured(capsys, f'--ckpt={tmp_path}/run', '--batch_size=7')
+    written = [f'--results={tmp_path}/r.json', *([f'--figure={tmp_path}/f.png'] if name == 'lrt' else [])]
+    found, printed = measured(capsys, f'--ckpt={tmp_path}/run', '--batch_size=7', *written)
     model, _ = load_model(f'{tmp_path}/run/ckpt.pt')
     arrays, hits = data.split('test'), []
     examples = [json.loads(line) for line in (tmp_path / 'data' / 'test.jsonl').read_text().splitlines()]
@@ -433,6 +434,10 @@ def test_answers_are_those_decoded_one_by_one(capsys, tmp_path, name, recurs):
     assert found['decoded']['exact_match'] == pytest.approx(np.mean(hits)) and found['decoded']['answers'] == 40
     assert found['decoded']['by_depth'] == {str(d): pytest.approx(np.mean(np.array(hits)[depth == d])) for d in (1, 2)}
     assert 'exact match' in printed and 0 < np.mean(hits) < 1
+    ((_, shares),) = json.loads((tmp_path / 'r.json').read_text()).items()
+    by_depth = {f'depth {d}': share for d, share in found['decoded']['by_depth'].items()}
+    assert shares == {'exact match': found['decoded']['exact_match']} | by_depth and found['trained_length'] == 2
+    assert (tmp_path / 'f.png').exists() == (name == 'lrt')
 
 
 @pytest.mark.parametrize('kind', ['task', 'text'])

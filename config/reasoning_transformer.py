@@ -1,0 +1,20 @@
+# Answers that need several hops, asked at once, from scratch: a plain transformer, the control of reasoning_t2mlr.py.
+# Data: python prepare_data.py variable_assignment --test_depth=1-7 --recur_on_prompt=True
+#       python prepare_data.py pathfinding --recur_on_prompt=True, for --data_dir=data/pathfinding
+# One CPU core, about ten minutes; bash runs/reasoning.sh runs all four and their table stands in the README.
+data_dir = 'data/variable_assignment'
+out_dir = 'out/reasoning_transformer'
+
+n_layer, n_head, n_embd = 4, 4, 128
+block_size = 192
+
+max_steps = 2000
+batch_size = 64
+optimizer = 'muon'
+learning_rate = 2e-3
+lr_schedule = 'linear'
+warmup_steps = 100
+weight_decay = 0.0
+eval_interval = 500
+eval_exact_batches = 1
+threads = 1
