@@ -5,11 +5,11 @@
 data_dir = 'data/variable_assignment'
 out_dir = 'out/reasoning_transformer'
 
-n_layer, n_head, n_embd = 4, 4, 128
-block_size = 192
+n_layer, n_head, n_embd = 3, 4, 128
+block_size = 256
 
 max_steps = 2000
-batch_size = 64
+batch_size = 32
 optimizer = 'muon'
 learning_rate = 2e-3
 lr_schedule = 'linear'
