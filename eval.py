@@ -658,14 +658,45 @@ def read_study(folder):
         try:
             with open(path, encoding='utf-8') as f:
                 found = json.load(f)
-            if not {'training', 'training_flops', 'training_seconds', 'parameters'} <= found.keys():
-                raise ValueError('it is no measurement of a text model')
+            missing = {'training_flops', 'training_seconds', 'parameters'} - found.keys()
+            if missing or not {'training', 'decoded'} & found.keys():
+                raise ValueError('it is no measurement of a checkpoint')
         except (ValueError, AttributeError) as e:
             raise ConfigError(f'{path} cannot be read ({e}); delete it and measure again.') from None
         cells.setdefault(os.path.basename(path).rpartition('-')[0], []).append(found)
     if not cells:
         raise ConfigError(f'study={folder} holds no results; files there are called NAME-SEED.json.')
     return cells
+
+
+def report_tasks(cells, config):
+    """A table in Markdown of accuracies, mean over seeds: by depth, or at the longest trained step and twice and four times as
+    far; and all steps or depths as a figure, of the first seed."""
+
+    def accuracies(run):
+        if 'decoded' in run:
+            return summary(run)
+        n, scores = run['trained_length'], run.get('exact', run['training'])
+        return {
+            f'{name}, step {k}': of['by_position'][str(k)]
+            for name, of in scores.items()
+            for k in (n, 2 * n, 4 * n)
+            if str(k) in of['by_position']
+        }
+
+    table = {cell: [accuracies(run) for run in runs] for cell, runs in cells.items()}
+    names = list(next(iter(table.values()))[0])
+    rows = [(cell, *(np.mean([found[name] for found in runs]) for name in names)) for cell, runs in table.items()]
+    print(f'| cell | {" | ".join(names)} | operations, 1e12 | parameters | seeds |')
+    print(f'| --- |{" ---: |" * (len(names) + 3)}')
+    for cell, *means in sorted(rows, key=lambda row: -sum(row[1:])):
+        first = cells[cell][0]
+        shares = ' | '.join(f'{100 * mean:.1f}%' for mean in means)
+        print(f'| {cell} | {shares} | {first["training_flops"] / 1e12:,.0f} | {first["parameters"]:,} | {len(cells[cell])} |')
+    if config.json:
+        print(json.dumps({cell: dict(zip(names, means, strict=True)) for cell, *means in rows}))
+    if config.figure:
+        draw({cell: runs[0] for cell, runs in cells.items()}, config.figure)
 
 
 def report_study(cells, config):
@@ -734,6 +765,7 @@ def summary(found):
     if 'trained_length' not in found:
         return {}
     scores, n = found.get('exact', found['training']), found['trained_length']
+    n = n if n in scores['state']['by_length'] else str(n)  # the keys of a file are texts
     state = {'state': scores['state']['by_length'].get(n), 'state_last': scores['state']['last_by_length'].get(n)}
     return state | {name: f['by_length'].get(n) for name, f in scores.items() if name != 'state'}
 
@@ -770,7 +802,7 @@ def draw(results, path):
         for i, (label, found) in enumerate(results.items()):
             points = curves(found)[name]
             style = dict(marker='osD^v<>'[i % 7], color=COLOURS[i % 7], markersize=4)
-            panel.plot(list(points), list(points.values()), label=label, **style)
+            panel.plot([int(step) for step in points], list(points.values()), label=label, **style)
         if 'trained_length' in found:
             panel.axvline(found['trained_length'] + 0.5, color='0.6', linestyle=':', linewidth=1)
         panel.set(xlabel='depth' if 'decoded' in found else 'step of the example', title=name, ylim=(-0.03, 1.03))
@@ -789,7 +821,11 @@ def main(argv):
         if config.curves:
             return draw_curves(config.curves.split(','), config.figure)
         if config.study:
-            return report_study(read_study(config.study), config)
+            cells = read_study(config.study)
+            kinds = {tuple(summary(run)) for runs in cells.values() for run in runs}
+            if len(kinds) > 1:
+                raise ConfigError(f'study={config.study} holds results of different tasks; give each a folder.')
+            return (report_study if kinds == {()} else report_tasks)(cells, config)
         results = {}
         paths = [find_checkpoint(part.strip()) for part in config.ckpt.split(',')]
         names = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]

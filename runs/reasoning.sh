@@ -1,29 +1,30 @@
 #!/usr/bin/env bash
 # Variable assignment and path finding from scratch, T2MLR against the same transformer without it: the same data, updates and
 # batch; exact match by depth, beyond the trained depths too. The graphs are of ProsQA's kind: layered, with dead ends.
-# Two CPU cores, under an hour for one seed (SEED, default 1337). A finished run is a folder in out/reasoning that a second start
-# goes on from. Ends with the tables, results/reasoning.json and a figure for each task.
+# Two CPU cores, under an hour for one seed (SEED, default 1337). A finished cell is a file in results/reasoning_*, and a second start
+# goes on with the others. Ends with a table and a figure for each task.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 export out=out/reasoning seed=${SEED:-1337} steps=${STEPS:-2000}
-mkdir -p "$out"
+mkdir -p "$out" results/reasoning_variables results/reasoning_paths
 python prepare_data.py variable_assignment --depth=1-4 --test_depth=1-7 --variables=12 --recur_on_prompt=True \
     --out=data/reasoning_variables
 python prepare_data.py pathfinding --depth=2-4 --test_depth=2-6 --recur_on_prompt=True --out=data/reasoning_paths
 
-train() { # "TASK MODEL"
+run_cell() { # "TASK MODEL"
     read -r task model <<< "$1"
-    local folder="$out/$task-$model"
+    local folder="$out/$task-$model-$seed" result="results/reasoning_$task/$model-$seed.json"
+    [ -f "$result" ] && return
     echo "$(date +%H:%M:%S) $task $model"
     python train.py "config/reasoning_$model.py" --data_dir="data/reasoning_$task" --init_from=auto --seed="$seed" \
         --max_steps="$steps" --out_dir="$folder" > "$folder.txt" 2>&1 &&
-        python eval.py --ckpt="$folder" --threads=1 >> "$folder.txt" 2>&1 || { echo "failed: see $folder.txt"; return 1; }
+        python eval.py --ckpt="$folder" --threads=1 >> "$folder.txt" 2>&1 &&
+        cp "$folder/eval-reasoning_$task-test.json" "$result" || { echo "failed: see $folder.txt"; return 1; }
 }
-export -f train
+export -f run_cell
 printf '%s\0' "variables t2mlr" "paths t2mlr" "variables transformer" "paths transformer" |
-    xargs -0 -P 2 -I{} bash -c 'train "$1"' _ {}
+    xargs -0 -P 2 -I{} bash -c 'run_cell "$1"' _ {}
 
 for task in variables paths; do
-    python eval.py --ckpt="$out/$task-transformer,$out/$task-t2mlr" --results="results/reasoning-$task.json" \
-        --figure="results/reasoning-$task.png"
+    python eval.py --study="results/reasoning_$task" --figure="results/reasoning_$task.png"
 done

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # State tracking with retrieval on S_5, the T2MLR paper's synthetic task: actions are adjacent transpositions and the 5-cycle, the
 # dictionary holds five further keys; trained on up to 10 actions, tested on up to 40; the same data, updates and batch for all.
-# Two CPU cores, about an hour for one seed (SEED, default 1337). A finished run is a folder in out/s5 that a second
-# start goes on from. Ends with the table, results/s5.json and results/s5.png.
+# Two CPU cores, about an hour for one seed (SEED, default 1337). A finished cell is a file in results/s5, and a second start goes on
+# with the others. Ends with the table and results/s5.png.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 out=out/s5
 export out seed=${SEED:-1337} steps=${STEPS:-1500}
-mkdir -p "$out"
+mkdir -p "$out" results/s5
 python prepare_data.py s5 --group=5 --actions=generators --distractors=5 --steps=1-10 --test_steps=1-40 --recur_on_prompt=True \
     --out=data/s5
 
@@ -20,14 +20,16 @@ runs=( # the longest first
     "transformer config/s5_transformer.py"
     "lstm config/s5_lstm.py"
 )
-train() { # "NAME CONFIG FLAGS..."
+run_cell() { # "NAME CONFIG FLAGS..."
     read -r -a words <<< "$1"
-    echo "$(date +%H:%M:%S) ${words[0]}"
-    python train.py "${words[1]}" --init_from=auto --seed="$seed" --max_steps="$steps" --out_dir="$out/${words[0]}" \
-        "${words[@]:2}" > "$out/${words[0]}.txt" 2>&1 || { echo "failed: see $out/${words[0]}.txt"; return 1; }
+    local name=${words[0]}-$seed
+    [ -f "results/s5/$name.json" ] && return
+    echo "$(date +%H:%M:%S) $name"
+    python train.py "${words[1]}" --init_from=auto --seed="$seed" --max_steps="$steps" --out_dir="$out/$name" "${words[@]:2}" \
+        > "$out/$name.txt" 2>&1 && python eval.py --threads=1 --ckpt="$out/$name" >> "$out/$name.txt" 2>&1 &&
+        cp "$out/$name/eval-s5-test.json" "results/s5/$name.json" || { echo "failed: see $out/$name.txt"; return 1; }
 }
-export -f train
-printf '%s\0' "${runs[@]}" | xargs -0 -P 2 -I{} bash -c 'train "$1"' _ {}
+export -f run_cell
+printf '%s\0' "${runs[@]}" | xargs -0 -P 2 -I{} bash -c 'run_cell "$1"' _ {}
 
-names=(transformer loop lstm lrt-interleaved2 lrt-refine3 t2mlr-middle t2mlr-full)
-python eval.py --ckpt="$(printf "$out/%s," "${names[@]}" | sed 's/,$//')" --results=results/s5.json --figure=results/s5.png
+python eval.py --study=results/s5 --figure=results/s5.png

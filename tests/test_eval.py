@@ -199,6 +199,21 @@ def test_a_study_is_a_table_of_means(runs, capsys, tmp_path):
     assert out.count('| 2.0000 | 0.2000 |') == 2 and (tmp_path / 'f.png').stat().st_size > 1000
     (tmp_path / 'empty').mkdir()
     assert 'holds no results' in refused(capsys, f'--study={tmp_path}/empty')
+    for name in ('transformer', 'lrt'):  # a task, in two made-up seeds
+        measured(capsys, f'--ckpt={runs["task", name]}')
+        whole = json.loads((runs['task', name] / 'eval-task-test.json').read_text())
+        for seed, share in ((1, 0.25), (2, 0.75)):
+            for of in (whole['training'], whole.get('exact', whole['training'])):
+                of['state']['by_position']['3'] = share
+            (tmp_path / 'empty' / f'{name}-{seed}.json').write_text(json.dumps(whole))
+    found, out = measured(capsys, f'--study={tmp_path}/empty', f'--figure={tmp_path}/g.png')
+    scores = whole.get('exact', whole['training'])
+    assert [row['state, step 3'] for row in found.values()] == [0.5, 0.5] and (tmp_path / 'g.png').exists()
+    assert found['lrt']['retrieval, step 3'] == pytest.approx(scores['retrieval']['by_position']['3'])
+    assert out.count('| 50.0% |') == 2
+    (tmp_path / 'lrt-9.json').write_text(json.dumps(whole))
+    assert 'different tasks' in refused(capsys, f'--study={tmp_path}')
+    (tmp_path / 'lrt-9.json').unlink()
     for content in ('{', '[]', '{}', ''):
         (tmp_path / 'x-1.json').write_text(content)
         assert 'x-1.json cannot be read' in refused(capsys, f'--study={tmp_path}')
