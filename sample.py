@@ -148,8 +148,9 @@ def export(model, meta, config):
         about |= {'bos_token_id': meta['document_token'], 'eos_token_id': end}
     files = {'config.json': json.dumps(about, indent=1), 'meta.json': json.dumps(meta)}
     if 'tokenizer_json' in meta:
-        specials = {t['id']: t['content'] for t in json.loads(meta['tokenizer_json'])['added_tokens']}
-        named = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': specials.get(end)}
+        specials = {t['id']: t['content'] for t in json.loads(meta['tokenizer_json']).get('added_tokens', [])}
+        named = {'tokenizer_class': 'PreTrainedTokenizerFast'} | meta.get('template_tokens', {})
+        named |= {'eos_token': specials.get(end)}
         named |= {'chat_template': meta['chat_template']} if 'chat_template' in meta else {}
         files |= {'tokenizer.json': meta['tokenizer_json'], 'tokenizer_config.json': json.dumps(named, indent=1)}
     if os.path.exists(out):
@@ -425,7 +426,7 @@ def sample(config):
         )
     if config.export:
         return export(model, meta, config)
-    texts, chats = read_prompts(config), config.chats(meta)
+    texts, chats = read_prompts(config), config.chats(meta) and not config.interactive  # there each line has its turn
     aligned = meta['kind'] == 'task' and meta.get('aligned', True)
     if chats:
         prompts = [chat_tokens(meta, [{'role': 'user', 'content': text}]) for text in texts]
