@@ -95,22 +95,22 @@ class Kept:
     """What the batches of an evaluation gave, in a file until all are measured: an interrupted one goes on where it stopped."""
 
     def __init__(self, path, identity):
-        """identity: all that the results depend on, as JSON; a file that begins with another is made anew."""
+        """identity: all that the results depend on, as JSON; its digest is in each line, because another evaluation may have
+        written to the same file meanwhile, and lines of another are passed over."""
         self.path, self.found, self.begun = path, {}, False
-        self.identity = json.dumps(identity)
-        with contextlib.suppress(OSError, ValueError), open(path, encoding='utf-8') as f:
-            if f.readline().rstrip('\n') == self.identity:
-                for line in f:  # the last may have been cut short
-                    name, low, value = json.loads(line)
+        self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        with contextlib.suppress(OSError, ValueError, TypeError), open(path, encoding='utf-8') as f:
+            for line in f:  # the last may have been cut short
+                whose, name, low, value = json.loads(line)
+                if whose == self.identity:
                     self.found[name, low] = value
 
     def add(self, name, low, value):
         """Appends a batch to the file; the first one makes it anew, of all that is known."""
         self.found[name, low] = value
-        known = [[*where, value] for where, value in self.found.items()]
-        lines = [json.dumps(line) for line in (known[-1:] if self.begun else known)]
+        known = [[self.identity, *where, value] for where, value in self.found.items()]
         with open(self.path, 'a' if self.begun else 'w', encoding='utf-8') as f:
-            f.write('\n'.join(lines if self.begun else [self.identity, *lines]) + '\n')
+            f.writelines(json.dumps(line) + '\n' for line in (known[-1:] if self.begun else known))
         self.begun = True
 
     def batches(self, name, starts, measure):

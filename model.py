@@ -601,6 +601,8 @@ class GPT(nn.Module):
 
     def compile_token(self):
         """Compiles `token` into one graph of the whole model, on CUDA replayed as one CUDA graph: prompts stay as they are."""
+        # One graph for each number of rows and of slots, which changes whenever rows of different lengths slide.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self.token = torch.compile(self.token, mode='reduce-overhead', fullgraph=True, dynamic=False)
 
     def new_kv(self, B, slots):

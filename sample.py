@@ -81,8 +81,10 @@ class SampleConfig:
             raise ConfigError('prompt_lines=True needs prompt_file, the file with one prompt a line.')
         if (self.drop_recurrence or self.overwrite) and not self.export:
             raise ConfigError('drop_recurrence and overwrite belong to an export; name its folder with --export=FOLDER.')
-        if self.interactive and (self.prompt_file or self.num_samples > 1 or self.json):
-            raise ConfigError('interactive=True reads prompts from the keyboard and takes no prompt_file, num_samples or json.')
+        if self.interactive and (self.prompt or self.prompt_file or self.num_samples > 1 or self.json):
+            raise ConfigError(
+                'interactive=True reads prompts from the keyboard and takes no prompt, prompt_file, num_samples or json.'
+            )
 
     def chats(self, meta):
         """Whether prompts are messages to a model of this meta.json."""
@@ -146,8 +148,9 @@ def export(model, meta, config):
         about |= {'bos_token_id': meta['document_token'], 'eos_token_id': end}
     files = {'config.json': json.dumps(about, indent=1), 'meta.json': json.dumps(meta)}
     if 'tokenizer_json' in meta:
-        specials = {t['id']: t['content'] for t in json.loads(meta['tokenizer_json'])['added_tokens']}
-        named = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': specials.get(end)}
+        specials = {t['id']: t['content'] for t in json.loads(meta['tokenizer_json']).get('added_tokens', [])}
+        named = {'tokenizer_class': 'PreTrainedTokenizerFast'} | meta.get('template_tokens', {})
+        named |= {'eos_token': specials.get(end)}
         named |= {'chat_template': meta['chat_template']} if 'chat_template' in meta else {}
         files |= {'tokenizer.json': meta['tokenizer_json'], 'tokenizer_config.json': json.dumps(named, indent=1)}
     if os.path.exists(out):
@@ -187,7 +190,7 @@ def choose(logits, config, generators):
 
 def prefill(model, state, tokens, config, recurs=True):
     """Reads `tokens` (B, n) behind `state`: the logits after the last one, (B, vocab_size), and the passes it took.
-    recurs: whether they read the memory, which they write in any case.
+    recurs: whether they read the memory, which they write in any case; a mask (B, n) where only some do.
 
     `jacobi` iterates over a chunk of tokens at once, until the largest relative change of the span's output is below jacobi_tol
     or, by the exact-prefix law, nothing can change any more; a tolerance of 0 is exact. A sweep goes through the chunk in
@@ -195,18 +198,19 @@ def prefill(model, state, tokens, config, recurs=True):
     positions at once. Prelude and coda run once.
     """
     exact = config.prefill == 'exact' and model.config.recurrence != 'none'
-    if recurs and (exact or tokens.size(1) == 1):
+    if recurs is True and (exact or tokens.size(1) == 1):
         for token in tokens.t().clone(memory_format=torch.contiguous_format).unsqueeze(-1):  # one layout, hence one graph
             logits = model.token(token, state)
         return logits[:, -1], tokens.size(1)
-    if model.config.recurrence == 'none' or not recurs:
+    if model.config.recurrence == 'none' or recurs is False:
         return model(tokens, state=state, logits_from=-1)[:, -1], 1
-    passes = 0
-    for chunk in tokens.split(config.prefill_chunk, 1):
+    passes, size = 0, 1 if exact else config.prefill_chunk
+    for start in range(0, tokens.size(1), size):
+        chunk, mask = (None if t is True else t[:, start : start + size] for t in (tokens, recurs))
         changes, n_sweeps = [], math.ceil(chunk.size(1) / 3)
         sweeps = Schedule('interleaved', n_subsets=3, n_sweeps=n_sweeps, jacobi_tol=config.jacobi_tol)
         schedule = sweeps if chunk.size(1) > 1 else SEQUENTIAL
-        logits = model(chunk, schedule=schedule, state=state, changes=changes, logits_from=-1)
+        logits = model(chunk, schedule=schedule, recur_mask=mask, state=state, changes=changes, logits_from=-1)
         passes += 1 + len(changes)
     return logits[:, -1], passes
 
@@ -220,6 +224,7 @@ class Decoder:
     def __init__(self, model, config):
         self.model, self.config, self.size = model, config, model.config.block_size
         self.rows, self.ended, self.state, self.logits, self.passes = [], [], None, None, 0
+        self.recurs = []  # for each row, whether each of its tokens reads the memory
 
     def read(self, new, recurs=True):
         """Reads `new`, a list of ids for each row (of one length, after the first time), and leaves logits (rows, vocab_size).
@@ -228,11 +233,21 @@ class Decoder:
         A row that does not fit the context goes on from its last half, which is read again into a fresh state.
         """
         self.ended = self.ended or [False] * len(new)
-        rows = zip(self.rows or [[]] * len(new), new, self.ended, strict=True)
-        self.rows = [row if ended else row + more for row, more, ended in rows]  # an ended row runs along without effect
-        if self.state is None or any(len(row) > self.size for row in self.rows):
-            self.rows = [row if len(row) <= self.size else row[-max(1, self.size // 2) :] for row in self.rows]
+        none = [[]] * len(new)
+        known = zip(self.rows or none, self.recurs or none, new, self.ended, strict=True)
+        rows = [  # an ended row runs along without effect
+            (row, reads) if ended else (row + more, reads + [recurs] * len(more)) for row, reads, more, ended in known
+        ]
+        again = self.state is None or any(len(row) > self.size for row, _ in rows)
+        if again:
+            half = max(1, self.size // 2)
+            rows = [(row, reads) if len(row) <= self.size else (row[-half:], reads[-half:]) for row, reads in rows]
+        self.rows, self.recurs = (list(part) for part in zip(*rows, strict=True))
+        if again:
             new, longest = self.rows, max(map(len, self.rows))
+            if not all(reads == [recurs] * len(reads) for reads in self.recurs):
+                padded = [[True] * (longest - len(reads)) + reads for reads in self.recurs]
+                recurs = torch.tensor(padded, device=self.model.embed.weight.device)
             start = torch.tensor([longest - len(row) for row in new])
             self.state = self.model.new_state(len(new), start, self.size + int(start.max()))
             new = [[0] * (longest - len(row)) + row for row in new]
@@ -244,7 +259,8 @@ class Decoder:
 
     def widen(self, n):
         """Each row n times, so that several samples share one prefill."""
-        self.rows, self.ended = [row for row in self.rows for _ in range(n)], self.ended * n
+        self.rows, self.recurs = ([row for row in rows for _ in range(n)] for rows in (self.rows, self.recurs))
+        self.ended = self.ended * n
         kv, memory, position, start, first = (getattr(self.state, f.name) for f in fields(State))
         lstm = isinstance(memory, tuple)
         self.state = State(
@@ -357,6 +373,10 @@ def converse(model, meta, config):
     """Reads a line, continues it or, with a chat template, answers it; reads the next. Only what is new is read into the state,
     unless the template renders the longer conversation in another way: then all of it, into a fresh one. Ends with the input.
     """
+    if sys.stdin is None:
+        raise ConfigError('interactive=True reads the standard input, which is closed.')
+    if hasattr(sys.stdin, 'reconfigure'):
+        sys.stdin.reconfigure(errors='surrogateescape')  # bytes that are no text stay what they are, as on a command line
     decoder, messages = Decoder(model, config), []
     generators = [torch.Generator().manual_seed(config.seed)]
     unread = [meta['document_token']]
@@ -406,7 +426,7 @@ def sample(config):
         )
     if config.export:
         return export(model, meta, config)
-    texts, chats = read_prompts(config), config.chats(meta)
+    texts, chats = read_prompts(config), config.chats(meta) and not config.interactive  # there each line has its turn
     aligned = meta['kind'] == 'task' and meta.get('aligned', True)
     if chats:
         prompts = [chat_tokens(meta, [{'role': 'user', 'content': text}]) for text in texts]

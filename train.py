@@ -94,7 +94,9 @@ class TrainConfig(Schedule, GPTConfig):
         folder = self.init_from.removeprefix('hf:')
         if folder != self.init_from and (os.path.isdir(folder) or not self.dry_run):  # a dry run fetches nothing
             for name, value in pretrained_config(folder, self.block_size).items():
-                setattr(self, name, value)
+                about_data = name in ('reset_token', 'document_attention')  # these shape no weights: what is given holds
+                if not about_data or getattr(self, name) == getattr(GPTConfig, name):
+                    setattr(self, name, value)
         GPTConfig.check(self)
         Schedule.check(self)
         if self.recurrence == 'none' and self.schedule != 'parallel':

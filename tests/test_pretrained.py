@@ -310,9 +310,43 @@ def test_our_own_export_comes_back(runs, tmp_path, capsys, name):
     config = TrainConfig(init_from=f'hf:{tmp_path}/out', block_size=16, batch_size=4, max_steps=1, warmup_steps=0, **changed)
     config.check()
     assert config.block_size == 16 and config.recurrence == model.config.recurrence
+    if name != 'lstm':  # how the new data mark documents is for the new settings to say
+        about = {'reset_token': 256, 'document_attention': True}
+        other = TrainConfig(init_from=config.init_from, **about)
+        for _ in range(2):
+            other.check()
+            assert {k: getattr(other, k) for k in about} == about and other.recurrence == model.config.recurrence
     train(config)
     trained = read_checkpoint(tmp_path / 'run' / 'ckpt.pt')['model']
     assert all(torch.equal(trained[n], p) for n, p in model.state_dict().items())
+
+
+def test_what_a_template_writes_is_exported(tmp_path, capsys):
+    """A conversation has the same ids in the exported folder, read here or by transformers, though it has no meta.json."""
+    template = '{{ bos_token }}' + TEMPLATE.replace('message[', "(pad_token or '') + message[")
+    make(tmp_path / 'base')
+    add_tokenizer(tmp_path / 'base', ('<|endoftext|>', '<s>', '<pad>', '<|im_start|>', '<|im_end|>'), template)
+    path = tmp_path / 'base' / 'tokenizer_config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'bos_token': '<s>', 'pad_token': '<pad>'}))
+    exported(capsys, f'hf:{tmp_path}/base', tmp_path / 'out')
+    said, found = [{'role': 'user', 'content': 'hello a'}], []
+    for folder in (tmp_path / 'base', tmp_path / 'out'):
+        meta = tokenizer_meta(str(folder))
+        meta |= prepare_data.chat_meta(str(folder), meta['tokenizer_json'])
+        found.append((meta['document_token'], meta['stop_token'], chat_tokens(meta, said)))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        ids = theirs.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=False)
+        assert ids == found[-1][2]
+    assert found[0] == found[1]
+
+
+def test_a_template_that_refuses_empty_messages_converses(tmp_path, capsys, monkeypatch):
+    make(tmp_path / 'base')
+    template = "{% if not messages[-1]['content'] %}{{ raise_exception('empty') }}{% endif %}" + TEMPLATE
+    add_tokenizer(tmp_path / 'base', template=template)
+    monkeypatch.setattr('sys.stdin', io.StringIO('hello\n'))
+    sample.main([f'--ckpt=hf:{tmp_path}/base', '--interactive', '--device=cpu', '--max_tokens=2'])
+    assert capsys.readouterr().err.endswith('> > ')
 
 
 def test_a_llama3_scaling_is_exported(tmp_path, capsys):

@@ -240,6 +240,34 @@ def test_sliding_goes_on_from_the_second_half(overfit, name):
     assert a == b
 
 
+@pytest.mark.parametrize('prefill', ['exact', 'jacobi'])
+@pytest.mark.parametrize('name', MODELS)
+def test_a_row_that_slides_leaves_the_others_as_they_were(overfit, name, prefill):
+    """Where prompts read no memory, those that are read again beside a row that slides read none then either; what a row has
+    answered does."""
+    model, _ = load_model(str(overfit[name] / 'ckpt.pt'))
+    model.double()
+    size = model.config.block_size
+    config = replace(EXACT, prefill=prefill, jacobi_tol=0.0, temperature=0, overflow='slide')
+    prompts = [[65 + i % 3 for i in range(n)] for n in (size - 4, 5, size // 2)]
+    later = torch.randint(257, (20, 3), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def logits(rows):
+        decoder = Decoder(model, config)
+        with torch.inference_mode():
+            decoder.read([prompts[i] for i in rows], False)
+            decoder.widen(1)
+            found = [decoder.logits]
+            for number, tokens in enumerate(later):
+                decoder.read([[tokens[i]] for i in rows], number % 4 > 0)
+                found.append(decoder.logits)
+        return torch.stack(found, 1)
+
+    together = logits(range(3))
+    for i in range(3):
+        torch.testing.assert_close(together[i], logits([i])[0], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize('name', MODELS)
 def test_cached_logits_equal_teacher_forcing(overfit, name):
     """In float64, to 1e-9, at every step from one token to the whole context."""
@@ -418,8 +446,22 @@ def test_a_conversation_keeps_its_state(overfit, capsys, monkeypatch):
     assert stop.value.code == 2 and 'longer than the context' in capsys.readouterr().err
     monkeypatch.setattr('sys.stdin', io.StringIO('a' * 60 + '\n'))
     assert said(capsys, ckpt, '--interactive', '--overflow=slide', '--max_tokens=90', '--stop=zzz')
-    for more in ('--json', '--num_samples=2', '--prompt_file=x'):
+    for more in ('--json', '--num_samples=2', '--prompt_file=x', '--prompt=x'):
         assert 'interactive' in refused(capsys, ckpt, '--interactive', more)
+
+
+def test_a_conversation_takes_any_input(overfit, capsys, monkeypatch):
+    """Bytes that are no UTF-8 are read as they are; a closed input is one sentence."""
+    ckpt, read, real = f'--ckpt={overfit["t2mlr"]}', [], Decoder.read
+    monkeypatch.setattr(Decoder, 'read', lambda self, new, *a: read.extend(new[0]) or real(self, new, *a))
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'a\xff\xc3\n'), encoding='utf-8'))
+    said(capsys, ckpt, '--interactive', '--max_tokens=1')
+    assert read == [256, *b'a\xff\xc3\n']
+    monkeypatch.setattr('sys.stdin', None)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        sample.main([ckpt, '--interactive', '--device=cpu'])
+    assert stop.value.code == 2 and 'is closed' in capsys.readouterr().err
 
 
 def test_compiled_decoding_says_the_same(overfit, capsys):
@@ -457,6 +499,19 @@ def test_a_token_is_one_graph_that_moves_nothing(overfit, name):
                     torch.testing.assert_close(decoders[0].logits, decoders[1].logits, rtol=1e-4, atol=1e-4)
                 assert [t.data_ptr() for t in tensors] == addresses
     assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 2 and not torch._dynamo.utils.counters['graph_break']
+
+
+def test_a_graph_for_each_size_of_the_state(overfit, monkeypatch):
+    """Rows of many different lengths that slide have states of as many sizes."""
+    torch._dynamo.reset()
+    real = torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda call, mode, **given: real(call, backend='eager', **given))
+    model, _ = load_model(str(overfit['lrt'] / 'ckpt.pt'))
+    model.compile_token()
+    with torch.inference_mode():
+        for slots in range(20, 32):
+            model.token(torch.tensor([[65]]), model.new_state(1, None, slots))
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize('name', MODELS)
