@@ -538,7 +538,7 @@ def test_the_harness_scores_as_its_own_class(base, tmp_path, monkeypatch, insert
     words = (ROOT / 'README.md').read_text().split()
     rng = random.Random(0)
     rows = []
-    for i in range(24):
+    for i in range(8):
         at = rng.randrange(len(words) - 60)
         others = [' '.join(rng.sample(words, rng.randint(1, 9))) for _ in range(3)]
         choices = [' '.join(words[at + 40 : at + 40 + rng.randint(1, 9)]), *others]
