@@ -2,8 +2,8 @@
 
 Reads a dataset made by prepare_data.py, writes out_dir/ckpt.pt (newest state) and out_dir/log.jsonl (a line an interval).
 Batches are a pure function of (seed, step, sample), so a resumed run and a run on more processes see the same data.
-Exit codes: 0 finished, 2 a mistake in the settings, 3 the loss is not finite any more, 130 or 143 after SIGINT or SIGTERM,
-with the state saved.
+Exit codes: 0 finished, 2 a mistake in the settings, 3 the loss or gradient is not finite any more, 130 or 143 after SIGINT or
+SIGTERM, with the state saved.
 """
 
 import contextlib
@@ -69,6 +69,8 @@ class TrainConfig(Schedule, GPTConfig):
     beta1: float = key(0.9, 'AdamW: decay of the first moment')
     beta2: float = key(0.95, 'AdamW: decay of the second moment')
     grad_clip: float = key(1.0, 'largest norm of the gradient; 0 switches clipping off')
+    max_bad_steps: int = key(10, 'updates in a row, each skipped for a loss or gradient that is not finite, that end the run')
+    debug_nan: bool = key(False, 'end at the first module and pass whose output is not finite, and name them; slow')
     recurrence_lr_scale: float = key(1.0, 'multiplies the learning rate of the parameters that the recurrence adds')
     freeze_base: bool = key(False, 'train only the parameters that the recurrence adds')
     eval_interval: int = key(250, 'updates between evaluations and checkpoints')
@@ -105,7 +107,7 @@ class TrainConfig(Schedule, GPTConfig):
             )
         if self.d_forward_start < -1:
             raise ConfigError(f'd_forward_start={self.d_forward_start} must be at least -1, which switches growth off.')
-        positive = ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval')
+        positive = ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval', 'max_bad_steps')
         for names, low in ((positive, 1), (('warmup_steps', 'decay_steps', 'd_forward_steps', 'eval_exact_batches'), 0)):
             for name in names:
                 if not low <= getattr(self, name) < 2**31:
@@ -143,6 +145,8 @@ class TrainConfig(Schedule, GPTConfig):
                 )
         if self.activation_checkpointing and self.architecture == 'lstm':
             raise ConfigError('activation_checkpointing=True recomputes transformer layers; architecture=lstm has none.')
+        if self.debug_nan and self.compile:
+            raise ConfigError('debug_nan=True looks into every module, which compile=True fuses; switch one off.')
         if self.freeze_base and self.recurrence == 'none':
             raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
         if self.freeze_base and self.initial and len(self.passes(2)) == 1:
@@ -417,6 +421,21 @@ def make_optimizers(model, config, device):
     return optimizers
 
 
+def update(optimizers, bad):
+    """Steps the optimisers, unless `bad`, a bool tensor on the device: then weights, moments and counters stay as they are.
+
+    Fused kernels read the flag on the device, so the host runs ahead. Those without one (Muon, whose update takes long enough
+    to hide it) have the host wait.
+    """
+    for optimizer in optimizers:
+        if optimizer.param_groups[0].get('fused'):
+            optimizer.found_inf = bad.float()
+            optimizer.step()
+        elif not bad.item():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
 def load_optimizer(optimizer, saved):
     """Restores the moments; rate, decay and fusing stay those of the current config, not of the file."""
     for old, new in zip(saved['param_groups'], optimizer.param_groups, strict=True):
@@ -555,6 +574,43 @@ def evaluate(
     return {name: a / b for name, (a, b) in zip(names, totals.tolist(), strict=True) if b}
 
 
+def watch(model):
+    """Ends the run with exit code 3 at the first module whose input or output is not finite, naming it and the pass, counted
+    from 0, the one without memory; what precedes the passes counts to 0 and what follows them to the last."""
+    number = 0
+
+    def look(what, value):
+        if isinstance(value, torch.Tensor) and not value.isfinite().all():
+            rank = f'in process {os.environ["RANK"]}, ' if 'RANK' in os.environ else ''
+            print(f'error: {rank}{what} in pass {max(number, 0)} is not finite.', file=sys.stderr)  # whichever process it is
+            raise SystemExit(3)
+
+    def begin(*_):
+        nonlocal number
+        number = -1
+
+    def counted(*args):
+        nonlocal number
+        number += 1
+        return span(*args)
+
+    if span := getattr(model, 'span', None):  # the LSTM has no passes
+        model.span = counted
+    model.register_forward_pre_hook(begin)
+    for name, module in model.named_modules():
+        name = name or 'the model'
+        module.register_forward_pre_hook(lambda _, args, name=name: look(f'the input of {name}', args[0]))
+        module.register_forward_hook(
+            lambda _, args, out, name=name: look(f'the output of {name}', out[0] if isinstance(out, tuple) else out)
+        )
+
+
+def warn(sentence):
+    """One line on stderr, from the first process, that leaves the progress bar whole."""
+    if os.environ.get('RANK', '0') == '0':
+        tqdm.write(f'warning: {sentence}', file=sys.stderr)
+
+
 def dry_run(config):
     """Prints parameters by part, the recurrence's share and the operations per token, from weights that hold no memory."""
     with torch.device('meta'):
@@ -665,7 +721,7 @@ def train(config):
         return torch.autocast(kind, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 
     optimizers = make_optimizers(raw, config, kind)
-    start, best = 0, math.inf
+    start, best, skipped, bad_row = 0, math.inf, 0, 0
     if saved:
         load_weights(raw, saved)
         try:
@@ -675,9 +731,12 @@ def train(config):
         except (ValueError, LookupError, TypeError, RuntimeError) as e:
             raise ConfigError(f'the optimiser in {path} does not fit its settings: {e}') from None
         start, best = saved['step'], saved['best_loss']
+        skipped, bad_row = saved.get('bad_steps', (0, 0))
         saved = None
     if config.compile:
         raw.compile()
+    if config.debug_nan:
+        watch(raw)
     T = data.length('train', config.block_size)
     model = raw
     if world > 1:
@@ -713,6 +772,7 @@ def train(config):
                     'meta': data.meta,
                     'step': step,
                     'best_loss': best,
+                    'bad_steps': (skipped, bad_row),
                     'rng': torch.get_rng_state(),
                 },
             )
@@ -721,6 +781,7 @@ def train(config):
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
     bar = tqdm(total=config.max_steps, initial=start, disable=not first or None, unit='update', mininterval=1)
     since, counted, done, interrupted = time.perf_counter(), start, start, 0
+    recent, longest = [], 0  # whether each update since the last look was skipped, on the device; the longest row of them
     for step in range(start, config.max_steps):
         rate = learning_rate(config, step)
         for optimizer in optimizers:
@@ -742,12 +803,16 @@ def train(config):
             last = i == config.accumulation - 1
             with contextlib.nullcontext() if last or world == 1 else model.no_sync(), autocast():
                 part, part_means = model(x, y, schedule, mask, counts, changes=None if i else changes)
-                (part * world).backward()  # counts are those of the whole update; DDP averages what is to be summed
+                # Counts are those of the whole update; DDP averages what is to be summed. A loss that is not finite makes all
+                # gradients so, in every process, whatever its own derivative is.
+                part.backward(world + 0 * part.detach())
             loss, means = loss + part.detach(), means + part_means
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip or math.inf)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        recent.append(~norm.isfinite())
+        if config.debug_nan and recent[-1]:
+            name = next(name for name, p in raw.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
+            raise fail(f'the gradient of {name} in update {done} is not finite, though every output is.', 3)
+        update(optimizers, recent[-1])
         bar.update()
 
         if world > 1 and (logged or done % 20 == 0):  # all stop at one update, though the signal may have reached only some
@@ -756,28 +821,33 @@ def train(config):
             interrupted = number.item()
         else:
             interrupted = max(stop, default=0) if world == 1 else 0
+        if logged or interrupted:
+            before = skipped
+            for bad in torch.stack(recent).tolist():
+                skipped, bad_row = skipped + bad, bad_row + 1 if bad else 0
+                longest = max(longest, bad_row)
+            recent.clear()
+            if skipped > before:
+                warn(f'{skipped - before} updates up to update {done} were skipped: their loss or gradient is not finite.')
+            if longest >= config.max_bad_steps:
+                bar.close()
+                kept = f'{path} holds an earlier update' if os.path.exists(path) else 'there is no checkpoint yet'
+                raise fail(
+                    f'the loss or gradient of {longest} updates in a row, up to update {done}, is not finite; {kept}. '
+                    f'Lower learning_rate={config.learning_rate}, or find the cause with --debug_nan=True.',
+                    3,
+                )
         if logged:
             values = torch.cat((loss[None], means))
             if world > 1:
                 dist.all_reduce(values)
             loss, *means = values.tolist()
-            if not math.isfinite(loss):
-                bar.close()
-                kept = f'{path} holds an earlier update' if os.path.exists(path) else 'there is no checkpoint yet'
-                raise fail(f'the loss of update {done} is {loss}; {kept}. Lower learning_rate={config.learning_rate}.', 3)
             tokens = (done - counted) * config.batch_size * T / (time.perf_counter() - since)
             since, counted = time.perf_counter(), done
-            log(
-                {
-                    'step': done,
-                    'loss': loss,
-                    'passes': means,
-                    'grad_norm': norm.item(),
-                    'lr': rate,
-                    'tokens_per_s': round(tokens, 1),
-                }
-                | ({'changes': [round(c.item(), 6) for c in changes]} if changes else {})
-            )
+            line = {'step': done, 'loss': loss, 'passes': means, 'grad_norm': norm.item(), 'lr': rate, 'skipped': skipped}
+            line |= {'tokens_per_s': round(tokens, 1)}
+            line |= {'changes': [round(c.item(), 6) for c in changes]} if changes else {}
+            log({k: v for k, v in line.items() if np.isfinite(v).all()})  # JSON has no word for the others
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
         if evaluated or interrupted:
             save(done)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -235,17 +236,109 @@ def test_a_damaged_checkpoint_is_never_used(folders, tmp_path):
         train.train(resumed)
 
 
-def test_a_loss_that_is_no_number_stops_the_run(folders, tmp_path, capsys):
-    """Exit code 3, one sentence, and the checkpoint of before."""
+# Losses and gradients that are not finite
+
+
+def test_updates_that_are_not_finite_stop_the_run(folders, tmp_path, capsys):
+    """After max_bad_steps in a row: exit code 3, one sentence, and the checkpoint of before; fewer do not stop it."""
     config = settings(folders, tmp_path, max_steps=4, log_interval=100)
     train.train(config)
     before = (tmp_path / 'ckpt.pt').read_bytes()
+    diverging = replace(config, init_from='resume', max_steps=12, learning_rate=1e30, decay_steps=0, grad_clip=0.0)
     with pytest.raises(SystemExit) as stop:
-        train.train(replace(config, init_from='resume', max_steps=12, learning_rate=1e30, decay_steps=0, grad_clip=0.0))
+        train.train(replace(diverging, max_bad_steps=3))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
-    assert stop.value.code == 3 and len(said) == 1 and 'learning_rate=1e+30' in said[0]
+    assert stop.value.code == 3 and len(said) == 1 and 'learning_rate=1e+30' in said[0] and '--debug_nan' in said[0]
     assert (tmp_path / 'ckpt.pt').read_bytes() == before
     assert all(math.isfinite(loss) for loss in losses(tmp_path))
+
+
+def poisoned(monkeypatch, bad, rank=0):
+    """From here on the loss of the updates `bad`, counted from 1, is no number in the process `rank`; returns the models."""
+    models, make = [], train.build
+
+    def built(config):
+        model, calls = make(config), 0
+        forward = model.forward
+
+        def spoiled(*args, **given):
+            nonlocal calls
+            if not model.training or len(args) < 2 or not torch.is_grad_enabled():
+                return forward(*args, **given)
+            calls += 1
+            loss, means = forward(*args, **given)
+            return (loss + math.inf if calls in bad else loss), means
+
+        model.forward = spoiled
+        models.append(model)
+        return model
+
+    monkeypatch.setattr(train, 'build', built)
+    return models
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_a_skipped_update_leaves_no_trace(folders, tmp_path, monkeypatch, capsys, optimizer):
+    """An infinite loss, whose own gradient is finite, leaves weights and optimiser as they were; it is counted, said, and
+    counted on after a resume; bit for bit, whichever lines are logged."""
+    config = settings(folders, tmp_path / 'clean', **ARCHITECTURES['lrt'] | {'optimizer': optimizer, 'max_steps': 6})
+    train.train(replace(config, lr_schedule='constant', warmup_steps=0))
+    clean = read_checkpoint(tmp_path / 'clean' / 'ckpt.pt')
+    bad = {7, 8, 10}
+    for name, ends, every in (('whole', [10], 1), ('parts', [8, 10], 1), ('rarely', [10], 4)):
+        out, begun = tmp_path / name, 0
+        shutil.copytree(tmp_path / 'clean', out)
+        for end in ends:
+            changed = dict(init_from='resume', max_steps=end, lr_schedule='constant', warmup_steps=0, log_interval=every)
+            start = read_checkpoint(out / 'ckpt.pt')['step']
+            with monkeypatch.context() as patch:
+                poisoned(patch, {n - start for n in bad})
+                train.train(replace(config, out_dir=str(out), **changed))
+            if end == 8:
+                after = read_checkpoint(out / 'ckpt.pt')
+                assert same_bits(after['model'], clean['model']) and after['bad_steps'] == (2, 2)
+                assert same_bits(after['optimizers'][0]['state'], clean['optimizers'][0]['state'])
+            begun = end
+        assert begun == 10 and read_checkpoint(out / 'ckpt.pt')['bad_steps'] == (3, 1)
+        lines = [line for line in log_of(out) if 'lr' in line]
+        assert lines[-1]['skipped'] == 3 and all('loss' not in line for line in lines if line['step'] in bad)
+    same_run(tmp_path / 'whole', tmp_path / 'parts')
+    one, other = (read_checkpoint(tmp_path / name / 'ckpt.pt') for name in ('whole', 'rarely'))
+    assert same_bits(one['model'], other['model']) and same_bits(one['optimizers'], other['optimizers'])
+    assert not same_bits(one['model'], clean['model'])
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: ')]
+    assert said and all('were skipped' in line for line in said)
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_debug_nan_names_the_module_and_the_pass(folders, tmp_path, capsys, name):
+    """A weight that is no number, at random places; a finite model is trained as without, bit for bit."""
+    rng = random.Random(name)
+    config = settings(folders, tmp_path / 'a', **ARCHITECTURES[name] | {'max_steps': 2, 'decay_steps': 0, 'warmup_steps': 0})
+    train.train(config)
+    train.train(replace(config, out_dir=str(tmp_path / 'b'), debug_nan=True))
+    one, other = (read_checkpoint(tmp_path / out / 'ckpt.pt') for out in 'ab')
+    assert same_bits(one['model'], other['model'])
+    choices = [key for key in one['model'] if key.endswith(('o.weight', 'down.weight', 'f_rec.weight', 'memory.k.weight'))]
+    for key in rng.sample(choices, min(4, len(choices))):
+        spoiled = {k: v.clone() for k, v in one['model'].items()}
+        spoiled[key].view(-1)[rng.randrange(spoiled[key].numel())] = math.nan
+        train.save_checkpoint(str(tmp_path / 'b' / 'ckpt.pt'), one | {'model': spoiled})
+        with pytest.raises(SystemExit) as stop:
+            train.train(replace(config, out_dir=str(tmp_path / 'b'), debug_nan=True, init_from='resume', max_steps=4))
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
+        number = 1 if key.startswith(('fusion', 'memory')) else 0  # the initial pass reads no memory
+        assert stop.value.code == 3
+        assert said == [f'error: the output of {key.removesuffix(".weight")} in pass {number} is not finite.']
+
+
+def test_debug_nan_names_a_gradient(folders, tmp_path, monkeypatch, capsys):
+    config = settings(folders, tmp_path, debug_nan=True, max_steps=5)
+    poisoned(monkeypatch, {3})
+    with pytest.raises(SystemExit) as stop:
+        train.train(config)
+    assert stop.value.code == 3
+    assert re.search(r'error: the gradient of \S+ in update 3 is not finite', capsys.readouterr().err)
 
 
 def test_a_checkpoint_executes_nothing(tmp_path):
