@@ -7,9 +7,11 @@ SIGTERM, with the state saved.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -74,6 +76,9 @@ class TrainConfig(Schedule, GPTConfig):
     recurrence_lr_scale: float = key(1.0, 'multiplies the learning rate of the parameters that the recurrence adds')
     freeze_base: bool = key(False, 'train only the parameters that the recurrence adds')
     eval_interval: int = key(250, 'updates between evaluations and checkpoints')
+    save_minutes: float = key(0.0, 'also a checkpoint when so many minutes have passed since the last; 0 never')
+    keep_every: int = key(0, 'updates between checkpoints that are kept as ckpt-UPDATE.pt; 0 keeps none')
+    keep_best: bool = key(False, 'keep the checkpoint of the lowest validation loss as best.pt')
     eval_batches: int = key(8, 'validation batches under the training schedule, each of batch_size sequences')
     eval_exact_batches: int = key(1, 'validation batches under the exact sequential recurrence; 0 skips it')
     log_interval: int = key(10, 'updates between lines of log.jsonl')
@@ -108,7 +113,8 @@ class TrainConfig(Schedule, GPTConfig):
         if self.d_forward_start < -1:
             raise ConfigError(f'd_forward_start={self.d_forward_start} must be at least -1, which switches growth off.')
         positive = ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval', 'max_bad_steps')
-        for names, low in ((positive, 1), (('warmup_steps', 'decay_steps', 'd_forward_steps', 'eval_exact_batches'), 0)):
+        nonnegative = ('warmup_steps', 'decay_steps', 'd_forward_steps', 'eval_exact_batches', 'keep_every')
+        for names, low in ((positive, 1), (nonnegative, 0)):
             for name in names:
                 if not low <= getattr(self, name) < 2**31:
                     raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and below 2^31.')
@@ -117,7 +123,7 @@ class TrainConfig(Schedule, GPTConfig):
                 raise ConfigError(f'{name}={getattr(self, name)} must be at least 0 and below {high}.')
         if not self.out_dir:
             raise ConfigError('out_dir is empty; name the folder for the checkpoint and the log.')
-        for name in ('learning_rate', 'weight_decay', 'grad_clip', 'recurrence_lr_scale', 'final_lr_fraction'):
+        for name in ('learning_rate', 'weight_decay', 'grad_clip', 'recurrence_lr_scale', 'final_lr_fraction', 'save_minutes'):
             if getattr(self, name) < 0:
                 raise ConfigError(f'{name}={getattr(self, name)} must not be negative.')
         for name in ('beta1', 'beta2'):
@@ -348,6 +354,12 @@ class Dataset:
         return (self.split(name)['targets'][rows] >= 0).sum(0)
 
 
+def warn(sentence):
+    """One line on stderr, from the first process, that leaves the progress bar whole."""
+    if os.environ.get('RANK', '0') == '0':
+        tqdm.write(f'warning: {sentence}', file=sys.stderr)
+
+
 def pick_device(name):
     """The device that `name` means ('auto': the best there is); raises ConfigError for one that this machine lacks."""
     there = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
@@ -443,17 +455,42 @@ def load_optimizer(optimizer, saved):
     optimizer.load_state_dict(saved)
 
 
-def save_checkpoint(path, checkpoint):
-    """Writes beside, flushes, renames: whoever reads `path`, at any moment, finds a whole checkpoint."""
-    with open(path + '.tmp', 'wb') as f:
-        torch.save(checkpoint, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + '.tmp', path)
+def save_checkpoint(path, checkpoint, previous=None):
+    """Writes beside, flushes, renames: whoever reads `path`, at any moment, finds a whole checkpoint. What was there is kept as
+    `previous`. Raises OSError when it cannot be written; then all that was there is as before."""
+    try:
+        with open(path + '.tmp', 'wb') as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        if previous and os.path.exists(path):
+            keep(path, previous)
+        os.replace(path + '.tmp', path)
+    except (OSError, RuntimeError) as e:  # the writer of torch has its own name for a disk that is full
+        with contextlib.suppress(OSError):
+            os.remove(path + '.tmp')
+        number = getattr(e, 'errno', None) or errno.EIO
+        raise OSError(number, os.strerror(number), path) from e
+
+
+def keep(path, name):
+    """The file `path` under `name` too, at once: a hard link, which takes no space, or a copy where there are none."""
+    if os.path.exists(name) and os.path.samefile(path, name):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(name + '.tmp')  # it may be a link to a checkpoint, which a copy would write over
+    try:
+        os.link(path, name + '.tmp')
+    except OSError:
+        shutil.copyfile(path, name + '.tmp')
+    os.replace(name + '.tmp', name)
 
 
 def read_checkpoint(path, device='cpu'):
-    """The checkpoint at `path`; raises ConfigError when it is missing or damaged. Executes nothing that the file holds."""
+    """The checkpoint at `path`; raises ConfigError when it is missing or damaged. Executes nothing that the file holds.
+
+    Where a damaged ckpt.pt has a ckpt-previous.pt beside it, that one, after a warning.
+    """
     if not os.path.isfile(path):
         raise ConfigError(f'there is no checkpoint {path}; train.py writes one into its out_dir.')
     try:
@@ -467,6 +504,10 @@ def read_checkpoint(path, device='cpu'):
         return checkpoint | {'config': {f.name: settings[f.name] for f in fields(TrainConfig)}, 'path': str(path)}
     except Exception as e:
         said = str(e) if isinstance(e, ValueError) else 'it was not written by train.py'
+        previous = os.path.join(os.path.dirname(path), 'ckpt-previous.pt')
+        if os.path.basename(path) == 'ckpt.pt' and os.path.isfile(previous):
+            warn(f'the checkpoint {path} cannot be used ({said}); the one before it, {previous}, is taken.')
+            return read_checkpoint(previous, device)
         raise ConfigError(f'the checkpoint {path} cannot be used ({said}); restore it or delete it.') from None
 
 
@@ -605,12 +646,6 @@ def watch(model):
         )
 
 
-def warn(sentence):
-    """One line on stderr, from the first process, that leaves the progress bar whole."""
-    if os.environ.get('RANK', '0') == '0':
-        tqdm.write(f'warning: {sentence}', file=sys.stderr)
-
-
 def dry_run(config):
     """Prints parameters by part, the recurrence's share and the operations per token, from weights that hold no memory."""
     with torch.device('meta'):
@@ -721,7 +756,7 @@ def train(config):
         return torch.autocast(kind, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 
     optimizers = make_optimizers(raw, config, kind)
-    start, best, skipped, bad_row = 0, math.inf, 0, 0
+    start, best, skipped, bad_row, whole = 0, math.inf, 0, 0, False
     if saved:
         load_weights(raw, saved)
         try:
@@ -732,6 +767,7 @@ def train(config):
             raise ConfigError(f'the optimiser in {path} does not fit its settings: {e}') from None
         start, best = saved['step'], saved['best_loss']
         skipped, bad_row = saved.get('bad_steps', (0, 0))
+        whole = saved['path'] == path
         saved = None
     if config.compile:
         raw.compile()
@@ -755,27 +791,45 @@ def train(config):
         print(f'{sum(count_parameters(raw).values()):,} parameters, {kind}, {dtype}, updates {start} to {config.max_steps}')
     tracker = Tracker(config, first)
 
+    unlogged = 0
+
     def log(values):
+        nonlocal unlogged
         if first:
-            with open(log_path, 'a', encoding='utf-8') as f:
-                f.write(json.dumps(values) + '\n')
+            try:
+                with open(log_path, 'a', encoding='utf-8') as f:
+                    f.write(json.dumps(values) + '\n')
+            except OSError as e:
+                unlogged += 1
+                if unlogged == 1:
+                    warn(f'{log_path} could not be written: {e.strerror}; lines are missing.')
             tracker.log(values)
 
+    previous = os.path.join(config.out_dir, 'ckpt-previous.pt')
+    written, written_at = start if whole else -1, time.monotonic()
+
     def save(step):
-        if first:
-            save_checkpoint(
-                path,
-                {
-                    'model': raw.state_dict(),
-                    'optimizers': [o.state_dict() for o in optimizers],
-                    'config': asdict(config),
-                    'meta': data.meta,
-                    'step': step,
-                    'best_loss': best,
-                    'bad_steps': (skipped, bad_row),
-                    'rng': torch.get_rng_state(),
-                },
-            )
+        """Whether ckpt.pt holds update `step` now; a warning where it cannot be written."""
+        nonlocal written, written_at
+        state = {
+            'model': raw.state_dict(),
+            'optimizers': [o.state_dict() for o in optimizers],
+            'config': asdict(config),
+            'meta': data.meta,
+            'step': step,
+            'best_loss': best,
+            'bad_steps': (skipped, bad_row),
+            'rng': torch.get_rng_state(),
+        }
+        written_at = time.monotonic()
+        try:
+            save_checkpoint(path, state, previous if written >= 0 else None)  # a damaged one replaces none
+            written = step
+            if config.keep_every and step % config.keep_every == 0:
+                keep(path, os.path.join(config.out_dir, f'ckpt-{step:06}.pt'))
+        except OSError as e:
+            warn(f'update {step} could not be saved whole: {e.filename}: {e.strerror}; what was saved before is intact.')
+        return written == step
 
     micro = config.batch_size // (world * config.accumulation)
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
@@ -807,11 +861,12 @@ def train(config):
                 # gradients so, in every process, whatever its own derivative is.
                 part.backward(world + 0 * part.detach())
             loss, means = loss + part.detach(), means + part_means
+        if config.debug_nan:  # before clipping, which spreads what is not finite
+            for name, p in raw.named_parameters():
+                if p.grad is not None and not p.grad.isfinite().all():
+                    raise fail(f'the gradient of {name} in update {done} is not finite, though every output is.', 3)
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip or math.inf)
         recent.append(~norm.isfinite())
-        if config.debug_nan and recent[-1]:
-            name = next(name for name, p in raw.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
-            raise fail(f'the gradient of {name} in update {done} is not finite, though every output is.', 3)
         update(optimizers, recent[-1])
         bar.update()
 
@@ -821,7 +876,9 @@ def train(config):
             interrupted = number.item()
         else:
             interrupted = max(stop, default=0) if world == 1 else 0
-        if logged or interrupted:
+        due = evaluated or (config.keep_every and done % config.keep_every == 0)
+        due = due or (first and config.save_minutes and time.monotonic() - written_at >= 60 * config.save_minutes)
+        if logged or interrupted or due:
             before = skipped
             for bad in torch.stack(recent).tolist():
                 skipped, bad_row = skipped + bad, bad_row + 1 if bad else 0
@@ -829,7 +886,7 @@ def train(config):
             recent.clear()
             if skipped > before:
                 warn(f'{skipped - before} updates up to update {done} were skipped: their loss or gradient is not finite.')
-            if longest >= config.max_bad_steps:
+            if longest >= config.max_bad_steps and (logged or interrupted):  # which all processes look at together
                 bar.close()
                 kept = f'{path} holds an earlier update' if os.path.exists(path) else 'there is no checkpoint yet'
                 raise fail(
@@ -849,15 +906,21 @@ def train(config):
             line |= {'changes': [round(c.item(), 6) for c in changes]} if changes else {}
             log({k: v for k, v in line.items() if np.isfinite(v).all()})  # JSON has no word for the others
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
-        if evaluated or interrupted:
-            save(done)
+        if first and (final or interrupted or (due and not bad_row)) and not save(done) and (final or interrupted):
+            raise fail(f'{path} could not be written with update {done}, the last; make space and --init_from=auto.')
         if interrupted:
             break
         if evaluated:
             found = {'training schedule': evaluate(raw, data, config, schedule, config.eval_batches, **shared)}
             if config.eval_exact_batches and config.recurrence != 'none':
                 found['exact'] = evaluate(raw, data, config, SEQUENTIAL, config.eval_exact_batches, **shared)
-            best = min(best, found['training schedule'].get('loss', math.inf))
+            if (reached := found['training schedule'].get('loss', math.inf)) < best:
+                best = reached
+                if first and config.keep_best and written == done:
+                    try:
+                        keep(path, os.path.join(config.out_dir, 'best.pt'))
+                    except OSError as e:
+                        warn(f'best.pt could not be written: {e.strerror}.')
             log({'step': done, 'val': found['training schedule'], 'val_exact': found.get('exact')})
             if first:
                 line = ' | '.join(f'{name}: ' + ', '.join(f'{k} {v:.4f}' for k, v in f.items()) for name, f in found.items())

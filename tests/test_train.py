@@ -5,7 +5,6 @@ import json
 import math
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -26,6 +25,7 @@ import prepare_data
 import train
 from configurator import ConfigError, read_file
 from model import GPTConfig, Schedule, build, count_parameters, is_recurrence
+from sample import find_checkpoint, load_model
 from train import Dataset, TrainConfig, is_matrix, learning_rate, make_optimizers, read_checkpoint
 
 ROOT = Path(train.__file__).parent
@@ -236,6 +236,73 @@ def test_a_damaged_checkpoint_is_never_used(folders, tmp_path):
         train.train(resumed)
 
 
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(folders, tmp_path, capsys):
+    """Said once; the resumed run is the uninterrupted one, and the damaged file never takes the place of the good one."""
+    config = settings(folders, tmp_path / 'whole', **ARCHITECTURES['t2mlr'] | {'eval_interval': 5})
+    train.train(config)
+    size = (tmp_path / 'whole' / 'ckpt.pt').stat().st_size
+    rng = random.Random(0)
+    for i, at in enumerate((0, rng.randrange(size), size - 1)):
+        out = shutil.copytree(tmp_path / 'whole', tmp_path / str(i))
+        assert read_checkpoint(out / 'ckpt-previous.pt')['step'] == 15
+        data = (out / 'ckpt.pt').read_bytes()
+        (out / 'ckpt.pt').write_bytes(data[:at])
+        capsys.readouterr()
+        assert load_model(find_checkpoint(str(out)))[1]['step'] == 15
+        assert capsys.readouterr().err.count('ckpt-previous.pt, is taken') == 1
+        train.train(replace(config, out_dir=str(out), init_from=rng.choice(['auto', 'resume'])))
+        same_run(tmp_path / 'whole', out)
+        assert read_checkpoint(out / 'ckpt-previous.pt')['step'] == 15
+        (out / 'ckpt-previous.pt').write_bytes(data[:at])
+        (out / 'ckpt.pt').write_bytes(data[:at])
+        with pytest.raises(ConfigError, match='ckpt-previous.pt cannot be used'):
+            read_checkpoint(out / 'ckpt.pt')
+
+
+def test_checkpoints_that_are_kept(folders, tmp_path):
+    """The newest, the one before, every fifth, the best: links to one file where they are the same checkpoint."""
+    config = settings(folders, tmp_path, keep_every=5, keep_best=True, learning_rate=3e-2, eval_batches=4)
+    train.train(config)
+    steps = {path.name: read_checkpoint(path)['step'] for path in tmp_path.glob('*.pt')}
+    val = {line['step']: line['val']['loss'] for line in log_of(tmp_path) if 'val' in line}
+    every = {f'ckpt-{n:06}.pt': n for n in (5, 10, 15, 20)}
+    assert steps == {'ckpt.pt': 20, 'ckpt-previous.pt': 15, 'best.pt': min(val, key=val.get), **every}
+    assert len({path.stat().st_ino for path in tmp_path.glob('*.pt')}) == 4
+    assert not list(tmp_path.glob('*.tmp'))
+
+
+def test_checkpoints_by_the_clock(folders, tmp_path, monkeypatch):
+    """A minute an update by this clock: with save_minutes=3 every third is saved, and the newest two remain."""
+    clock, saved, write = [0.0], [], train.save_checkpoint
+
+    def read():
+        clock[0] += 30.0
+        return clock[0]
+
+    monkeypatch.setattr(train.time, 'monotonic', read)
+    monkeypatch.setattr(train, 'save_checkpoint', lambda path, found, *rest: saved.append(found['step']) or write(path, found))
+    train.train(settings(folders, tmp_path, save_minutes=3.0, max_steps=19, eval_interval=100))
+    assert saved[-1] == 19 and len(saved) > 3 and max(b - a for a, b in zip(saved, saved[1:], strict=False)) <= 6
+
+
+def test_a_full_disk_leaves_the_run_going(folders, tmp_path, monkeypatch, capsys):
+    """A warning; what was saved before stays as it was; the next checkpoint that fits is written. The last one must fit."""
+    config = settings(folders, tmp_path / 'a', eval_interval=5, keep_every=5, keep_best=True)
+    train.train(replace(config, max_steps=10))
+    before = {path.name: path.read_bytes() for path in (tmp_path / 'a').glob('*.pt')}
+    os.symlink('/dev/full', tmp_path / 'a' / 'ckpt.pt.tmp')
+    shutil.copytree(tmp_path / 'a', tmp_path / 'b', symlinks=True)
+    train.train(replace(config, init_from='resume'))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: ')]
+    assert len(said) == 1 and 'update 15 could not be saved' in said[0] and 'No space left' in said[0]
+    steps = {path.name: read_checkpoint(path)['step'] for path in (tmp_path / 'a').glob('*.pt')}
+    assert steps['ckpt.pt'] == 20 and steps['ckpt-previous.pt'] == 10 and 'ckpt-000015.pt' not in steps
+    with pytest.raises(SystemExit) as stop:
+        train.train(replace(config, init_from='resume', out_dir=str(tmp_path / 'b'), max_steps=15))
+    assert stop.value.code == 2 and 'make space' in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'b').glob('*.pt')} == before
+
+
 # Losses and gradients that are not finite
 
 
@@ -253,9 +320,9 @@ def test_updates_that_are_not_finite_stop_the_run(folders, tmp_path, capsys):
     assert all(math.isfinite(loss) for loss in losses(tmp_path))
 
 
-def poisoned(monkeypatch, bad, rank=0):
-    """From here on the loss of the updates `bad`, counted from 1, is no number in the process `rank`; returns the models."""
-    models, make = [], train.build
+def poisoned(monkeypatch, bad):
+    """From here on the loss of the updates `bad`, counted from 1, is infinite, though its derivative is not."""
+    make = train.build
 
     def built(config):
         model, calls = make(config), 0
@@ -270,11 +337,9 @@ def poisoned(monkeypatch, bad, rank=0):
             return (loss + math.inf if calls in bad else loss), means
 
         model.forward = spoiled
-        models.append(model)
         return model
 
     monkeypatch.setattr(train, 'build', built)
-    return models
 
 
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
@@ -286,7 +351,7 @@ def test_a_skipped_update_leaves_no_trace(folders, tmp_path, monkeypatch, capsys
     clean = read_checkpoint(tmp_path / 'clean' / 'ckpt.pt')
     bad = {7, 8, 10}
     for name, ends, every in (('whole', [10], 1), ('parts', [8, 10], 1), ('rarely', [10], 4)):
-        out, begun = tmp_path / name, 0
+        out = tmp_path / name
         shutil.copytree(tmp_path / 'clean', out)
         for end in ends:
             changed = dict(init_from='resume', max_steps=end, lr_schedule='constant', warmup_steps=0, log_interval=every)
@@ -298,14 +363,12 @@ def test_a_skipped_update_leaves_no_trace(folders, tmp_path, monkeypatch, capsys
                 after = read_checkpoint(out / 'ckpt.pt')
                 assert same_bits(after['model'], clean['model']) and after['bad_steps'] == (2, 2)
                 assert same_bits(after['optimizers'][0]['state'], clean['optimizers'][0]['state'])
-            begun = end
-        assert begun == 10 and read_checkpoint(out / 'ckpt.pt')['bad_steps'] == (3, 1)
+        assert read_checkpoint(out / 'ckpt.pt')['bad_steps'] == (3, 1)
         lines = [line for line in log_of(out) if 'lr' in line]
         assert lines[-1]['skipped'] == 3 and all('loss' not in line for line in lines if line['step'] in bad)
-    same_run(tmp_path / 'whole', tmp_path / 'parts')
-    one, other = (read_checkpoint(tmp_path / name / 'ckpt.pt') for name in ('whole', 'rarely'))
-    assert same_bits(one['model'], other['model']) and same_bits(one['optimizers'], other['optimizers'])
-    assert not same_bits(one['model'], clean['model'])
+    one, *others = (read_checkpoint(tmp_path / name / 'ckpt.pt') for name in ('whole', 'parts', 'rarely'))
+    assert all(same_bits(one[part], other[part]) for other in others for part in ('model', 'optimizers', 'rng'))
+    assert losses(tmp_path / 'whole') == losses(tmp_path / 'parts') and not same_bits(one['model'], clean['model'])
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: ')]
     assert said and all('were skipped' in line for line in said)
 
@@ -333,12 +396,22 @@ def test_debug_nan_names_the_module_and_the_pass(folders, tmp_path, capsys, name
 
 
 def test_debug_nan_names_a_gradient(folders, tmp_path, monkeypatch, capsys):
-    config = settings(folders, tmp_path, debug_nan=True, max_steps=5)
-    poisoned(monkeypatch, {3})
+    make, calls = train.build, []
+
+    def spoiled(gradient):
+        calls.append(gradient)
+        return gradient * (math.nan if len(calls) == 3 else 1)
+
+    def built(config):
+        model = make(config)
+        model.blocks[1].mlp.up.weight.register_hook(spoiled)
+        return model
+
+    monkeypatch.setattr(train, 'build', built)
     with pytest.raises(SystemExit) as stop:
-        train.train(config)
+        train.train(settings(folders, tmp_path, debug_nan=True, max_steps=5))
     assert stop.value.code == 3
-    assert re.search(r'error: the gradient of \S+ in update 3 is not finite', capsys.readouterr().err)
+    assert 'error: the gradient of blocks.1.mlp.up.weight in update 3 is not finite' in capsys.readouterr().err
 
 
 def test_a_checkpoint_executes_nothing(tmp_path):
