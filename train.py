@@ -2,12 +2,13 @@
 
 Reads a dataset made by prepare_data.py, writes out_dir/ckpt.pt (newest state) and out_dir/log.jsonl (a line an interval).
 Batches are a pure function of (seed, step, sample), so a resumed run and a run on more processes see the same data.
-Exit codes: 0 finished, 2 a mistake in the settings, 3 the loss or gradient is not finite any more, 130 or 143 after SIGINT or
-SIGTERM, with the state saved.
 """
 
 import contextlib
 import errno
+import fcntl
+import glob
+import hashlib
 import json
 import math
 import os
@@ -17,6 +18,15 @@ import sys
 import time
 import zipfile
 from dataclasses import asdict, dataclass, fields
+
+if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there would print a traceback
+
+    def leave(*_):
+        if os.environ.get('RANK', '0') == '0':
+            os.write(2, b'error: interrupted\n')
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, leave)  # until a run, which has something to save, sets its own
 
 import numpy as np
 import torch
@@ -39,6 +49,11 @@ from model import (
     pretrained_folder,
 )
 from prepare_data import shard_names, token_dtype, tokenizer_meta
+
+EXIT_CODES = (
+    'Exit codes: 0 finished; 2 a mistake in the settings, or no space for the last checkpoint; 3 the loss or gradient is not\n'
+    'finite any more; 4 another process of the run has ended; 130 or 143 after SIGINT or SIGTERM, with the state saved.'
+)
 
 
 @dataclass
@@ -455,9 +470,48 @@ def load_optimizer(optimizer, saved):
     optimizer.load_state_dict(saved)
 
 
+@contextlib.contextmanager
+def surviving(what):
+    """Around the writing of `what`: a full disk is a warning, and the run goes on."""
+    try:
+        yield
+    except OSError as e:
+        warn(f'{what} could not be written ({e.strerror}); what was there before is intact.')
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Holds folder/lock, which the kernel releases however the process ends; raises ConfigError where another run has it."""
+    with open(os.path.join(folder, 'lock'), 'w') as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f'another run is writing to {folder}; wait for its end or choose another --out_dir.') from None
+        except OSError as e:
+            warn(f'{folder} cannot be locked ({e.strerror}); start no second run there.')
+        yield
+
+
+def agree(config, data, step):
+    """Raises ConfigError, in all processes alike, where they differ in code, data, settings or the update they start from."""
+    code = hashlib.sha256()
+    for path in sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(os.path.abspath(__file__))), '*.py'))):
+        with open(path, 'rb') as f:
+            code.update(f.read())
+    meta = hashlib.sha256(json.dumps(data.meta, sort_keys=True).encode())  # it holds the checksums of the files
+    mine = {'checksum of the code': code.hexdigest()[:12], 'checksum of the data': meta.hexdigest()[:12]}
+    mine |= asdict(config) | {'update of the checkpoint': step}
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for rank, theirs in enumerate(found):
+        for name, value in found[0].items():
+            if (other := theirs.get(name)) != value:
+                raise ConfigError(f'process {rank} has {name}={other} and process 0 {name}={value}; start all with the same.')
+
+
 def save_checkpoint(path, checkpoint, previous=None):
     """Writes beside, flushes, renames: whoever reads `path`, at any moment, finds a whole checkpoint. What was there is kept as
-    `previous`. Raises OSError when it cannot be written; then all that was there is as before."""
+    `previous`. Raises OSError when it cannot be written, and then leaves all as it was."""
     try:
         with open(path + '.tmp', 'wb') as f:
             torch.save(checkpoint, f)
@@ -689,7 +743,7 @@ def continue_log(path, step):
 
 
 def main(argv):
-    config = parse(TrainConfig, argv, 'python train.py [config/NAME.py] [--key=value ...], or behind torchrun')
+    config = parse(TrainConfig, argv, f'python train.py [config/NAME.py] [--key=value ...], or behind torchrun\n\n{EXIT_CODES}')
     with reporting():
         if config.dry_run:
             if not config.vocab_size and os.path.exists(os.path.join(config.data_dir, 'meta.json')):
@@ -705,7 +759,22 @@ def main(argv):
 
 
 def train(config):
-    """The whole run: set up, resume, loop, save. Raises ConfigError before anything is written when it cannot start."""
+    """A whole run. Raises ConfigError when it cannot start."""
+    with contextlib.ExitStack() as held:
+        try:
+            run(config, held)
+        except RuntimeError as e:
+            if not dist.is_initialized() or not (isinstance(e, dist.DistError) or 'gloo' in str(e)):
+                raise
+            # torchrun names the process that ended first; without it every process that is left says what it saw.
+            if os.environ['RANK'] == '0' or 'TORCHELASTIC_RUN_ID' not in os.environ:
+                sentence = f'error: another process of this run has ended; continue {config.out_dir} with --init_from=auto.'
+                tqdm.write(sentence, file=sys.stderr)
+            raise SystemExit(4) from None
+
+
+def run(config, held):
+    """Set up, resume, loop, save. held: an ExitStack for what is to be released at the end, whatever the end is."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     first = rank == 0
     device = pick_device(config.device)
@@ -719,9 +788,12 @@ def train(config):
         same_vocabulary(pretrained_folder(config.init_from[3:]), data)
 
     path = os.path.join(config.out_dir, 'ckpt.pt')
-    saved = None
-    if os.path.exists(path) and config.init_from == 'scratch':
+    saved, there = None, os.path.exists(path)
+    if there and config.init_from == 'scratch':
         raise ConfigError(f'{path} exists; continue it with --init_from=resume, or choose another --out_dir.')
+    if first and (there or config.init_from != 'resume'):  # before reading what another run might be about to write
+        os.makedirs(config.out_dir, exist_ok=True)
+        held.enter_context(locked(config.out_dir))
     if config.init_from == 'resume' or os.path.exists(path):
         saved = read_checkpoint(path)
         for name, value in fixed_on_resume(config).items():
@@ -738,8 +810,7 @@ def train(config):
             device = f'cuda:{os.environ["LOCAL_RANK"]}'
             torch.cuda.set_device(device)
         dist.init_process_group('nccl' if kind == 'cuda' else 'gloo')
-    if first:
-        os.makedirs(config.out_dir, exist_ok=True)
+        agree(config, data, saved['step'] if saved else 0)
 
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision('high')
@@ -782,7 +853,7 @@ def train(config):
         ids = [torch.device(device).index] if kind == 'cuda' else None
         model = DistributedDataParallel(raw, device_ids=ids, find_unused_parameters=unused)
 
-    stop = []
+    stop, parent = [], os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: stop.append(n))
     log_path = os.path.join(config.out_dir, 'log.jsonl')
@@ -791,25 +862,17 @@ def train(config):
         print(f'{sum(count_parameters(raw).values()):,} parameters, {kind}, {dtype}, updates {start} to {config.max_steps}')
     tracker = Tracker(config, first)
 
-    unlogged = 0
-
     def log(values):
-        nonlocal unlogged
         if first:
-            try:
-                with open(log_path, 'a', encoding='utf-8') as f:
-                    f.write(json.dumps(values) + '\n')
-            except OSError as e:
-                unlogged += 1
-                if unlogged == 1:
-                    warn(f'{log_path} could not be written: {e.strerror}; lines are missing.')
+            with surviving(log_path), open(log_path, 'a', encoding='utf-8') as f:
+                f.write(json.dumps(values) + '\n')
             tracker.log(values)
 
     previous = os.path.join(config.out_dir, 'ckpt-previous.pt')
     written, written_at = start if whole else -1, time.monotonic()
 
     def save(step):
-        """Whether ckpt.pt holds update `step` now; a warning where it cannot be written."""
+        """Whether ckpt.pt holds update `step` now."""
         nonlocal written, written_at
         state = {
             'model': raw.state_dict(),
@@ -822,19 +885,18 @@ def train(config):
             'rng': torch.get_rng_state(),
         }
         written_at = time.monotonic()
-        try:
+        with surviving(f'update {step} in {config.out_dir}'):
             save_checkpoint(path, state, previous if written >= 0 else None)  # a damaged one replaces none
             written = step
             if config.keep_every and step % config.keep_every == 0:
                 keep(path, os.path.join(config.out_dir, f'ckpt-{step:06}.pt'))
-        except OSError as e:
-            warn(f'update {step} could not be saved whole: {e.filename}: {e.strerror}; what was saved before is intact.')
         return written == step
 
     micro = config.batch_size // (world * config.accumulation)
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
     bar = tqdm(total=config.max_steps, initial=start, disable=not first or None, unit='update', mininterval=1)
     since, counted, done, interrupted = time.perf_counter(), start, start, 0
+    growing = 0  # lines in a row whose passes moved the span more and more
     recent, longest = [], 0  # whether each update since the last look was skipped, on the device; the longest row of them
     for step in range(start, config.max_steps):
         rate = learning_rate(config, step)
@@ -870,6 +932,8 @@ def train(config):
         update(optimizers, recent[-1])
         bar.update()
 
+        if os.getppid() != parent and world > 1:  # torchrun was killed, and nobody would end this process any more
+            stop.append(signal.SIGTERM)
         if world > 1 and (logged or done % 20 == 0):  # all stop at one update, though the signal may have reached only some
             number = torch.tensor(max(stop, default=0), device=device)
             dist.all_reduce(number, dist.ReduceOp.MAX)
@@ -889,11 +953,8 @@ def train(config):
             if longest >= config.max_bad_steps and (logged or interrupted):  # which all processes look at together
                 bar.close()
                 kept = f'{path} holds an earlier update' if os.path.exists(path) else 'there is no checkpoint yet'
-                raise fail(
-                    f'the loss or gradient of {longest} updates in a row, up to update {done}, is not finite; {kept}. '
-                    f'Lower learning_rate={config.learning_rate}, or find the cause with --debug_nan=True.',
-                    3,
-                )
+                what = f'the loss or gradient of {longest} updates in a row, up to update {done}, is not finite; {kept}.'
+                raise fail(f'{what} Lower learning_rate={config.learning_rate}, or see --debug_nan=True.', 3)
         if logged:
             values = torch.cat((loss[None], means))
             if world > 1:
@@ -901,9 +962,17 @@ def train(config):
             loss, *means = values.tolist()
             tokens = (done - counted) * config.batch_size * T / (time.perf_counter() - since)
             since, counted = time.perf_counter(), done
+            moved = [round(c.item(), 6) for c in changes or ()]
             line = {'step': done, 'loss': loss, 'passes': means, 'grad_norm': norm.item(), 'lr': rate, 'skipped': skipped}
-            line |= {'tokens_per_s': round(tokens, 1)}
-            line |= {'changes': [round(c.item(), 6) for c in changes]} if changes else {}
+            line |= {'tokens_per_s': round(tokens, 1)} | ({'changes': moved} if moved else {})
+            apart = config.schedule == 'jacobi' and moved and moved[-1] > max(moved[0], 1e-3)
+            growing = growing + 1 if apart else min(growing, 0)
+            if growing == 5:
+                growing = -math.inf  # once a run
+                warn(
+                    f'the passes do not settle: in 5 lines of the log in a row, up to update {done}, the last changed the span '
+                    f'more than the first ({", ".join(f"{c:g}" for c in moved)}); lower recurrence_lr_scale or learning_rate.'
+                )
             log({k: v for k, v in line.items() if np.isfinite(v).all()})  # JSON has no word for the others
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
         if first and (final or interrupted or (due and not bad_row)) and not save(done) and (final or interrupted):
@@ -917,10 +986,8 @@ def train(config):
             if (reached := found['training schedule'].get('loss', math.inf)) < best:
                 best = reached
                 if first and config.keep_best and written == done:
-                    try:
+                    with surviving('best.pt'):
                         keep(path, os.path.join(config.out_dir, 'best.pt'))
-                    except OSError as e:
-                        warn(f'best.pt could not be written: {e.strerror}.')
             log({'step': done, 'val': found['training schedule'], 'val_exact': found.get('exact')})
             if first:
                 line = ' | '.join(f'{name}: ' + ', '.join(f'{k} {v:.4f}' for k, v in f.items()) for name, f in found.items())

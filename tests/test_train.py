@@ -1,6 +1,7 @@
 """Laws of training: resumed equals uninterrupted bit for bit, killed at any moment loses nothing saved, two processes and any
 number of micro-batches equal one, compiled equals plain; the learning rate, the optimisers' groups, the log, the tracker."""
 
+import contextlib
 import json
 import math
 import os
@@ -24,7 +25,8 @@ import torch
 import prepare_data
 import train
 from configurator import ConfigError, read_file
-from model import GPTConfig, Schedule, build, count_parameters, is_recurrence
+from model import GPT, GPTConfig, Schedule, build, count_parameters, is_recurrence
+from runs import soak
 from sample import find_checkpoint, load_model
 from train import Dataset, TrainConfig, is_matrix, learning_rate, make_optimizers, read_checkpoint
 
@@ -294,7 +296,7 @@ def test_a_full_disk_leaves_the_run_going(folders, tmp_path, monkeypatch, capsys
     shutil.copytree(tmp_path / 'a', tmp_path / 'b', symlinks=True)
     train.train(replace(config, init_from='resume'))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: ')]
-    assert len(said) == 1 and 'update 15 could not be saved' in said[0] and 'No space left' in said[0]
+    assert len(said) == 1 and 'update 15 in' in said[0] and 'could not be written' in said[0] and 'No space left' in said[0]
     steps = {path.name: read_checkpoint(path)['step'] for path in (tmp_path / 'a').glob('*.pt')}
     assert steps['ckpt.pt'] == 20 and steps['ckpt-previous.pt'] == 10 and 'ckpt-000015.pt' not in steps
     with pytest.raises(SystemExit) as stop:
@@ -615,6 +617,143 @@ def test_torchrun_says_a_mistake_once(folders, tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
+# Several runs, several processes, one that dies
+
+
+def test_two_runs_in_one_folder(folders, tmp_path):
+    """The second is refused in one sentence while the first lives, whatever it wants; the kernel ends the lock with it."""
+    config = settings(folders, tmp_path / 'out', max_steps=10**6, eval_interval=10**6)
+    first = subprocess.Popen([sys.executable, 'train.py', *command(config)], cwd=ROOT, stderr=-3)
+    since = time.time()
+    while not (tmp_path / 'out' / 'log.jsonl').exists() and time.time() - since < 120:
+        time.sleep(0.05)
+    for init_from in ('scratch', 'auto'):
+        with pytest.raises(ConfigError, match='another run is writing to .*out'):
+            train.train(replace(config, init_from=init_from, max_steps=1, warmup_steps=0))
+    first.kill()
+    first.wait(60)
+    train.train(replace(config, max_steps=1, warmup_steps=0, decay_steps=0))
+    train.train(replace(config, max_steps=2, warmup_steps=0, decay_steps=0, init_from='resume'))
+
+
+def test_processes_that_do_not_agree(folders, tmp_path, monkeypatch):
+    """Each of settings, code and data, in one of two processes: all end with code 2, and one names what differs."""
+    config = settings(folders, tmp_path / 'out', max_steps=3, decay_steps=0)
+    data = copied(folders / 'text', tmp_path / 'data')
+    meta = json.loads((data / 'meta.json').read_text())
+    (data / 'meta.json').write_text(json.dumps(meta | {'source': 'elsewhere'}))
+    code = tmp_path / 'code'
+    code.mkdir()
+    for path in ROOT.glob('*.py'):
+        shutil.copy(path, code)
+    (code / 'bench.py').write_text('# another revision')
+    for other, where, says in (
+        (replace(config, seed=2), ROOT, 'process 1 has seed=2 and process 0 seed=1337'),
+        (replace(config, data_dir=str(data)), ROOT, 'process 1 has checksum of the data='),
+        (config, code, 'process 1 has checksum of the code='),
+    ):
+        said, codes = two_that_differ(config, other, where)
+        assert codes == [2, 2] and said[0].count(says) == 1 and 'error' not in said[1], said
+    assert not (tmp_path / 'out' / 'log.jsonl').exists()
+
+
+def two_that_differ(config, other, where):
+    """Runs two processes, the second with another config and from another folder; what each said, and the exit codes."""
+    shared = os.environ | {'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo'}
+    shared |= {'MASTER_PORT': str(free_ports(1)[0])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, 'train.py', *command(c)],
+            cwd=folder,
+            env=shared | {'RANK': str(r), 'LOCAL_RANK': str(r)},
+            stderr=subprocess.PIPE,
+            stdout=-3,
+            text=True,
+        )
+        for r, (c, folder) in enumerate(((config, ROOT), (other, where)))
+    ]
+    try:
+        said = [p.communicate(timeout=300)[1] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    return said, [p.returncode for p in ranks]
+
+
+def running(pids, parent=None):
+    """Those of `pids` that still run, or of them the children of `parent`."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            state, above = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[:2]
+            if state != 'Z' and parent in (None, int(above)):
+                found.append(int(pid))
+    return sorted(found)
+
+
+@pytest.mark.skipif(not Path('/proc').is_dir(), reason='reads /proc')
+@pytest.mark.parametrize('dies', ['first', 'last', 'torchrun'])
+def test_a_dead_process_ends_the_run(folders, tmp_path, dies):
+    """Within a minute, without orphans, with at most one message of ours; what was saved can be continued."""
+    config = settings(folders, tmp_path / 'out', max_steps=10**6, eval_interval=10**6, keep_every=10, decay_steps=0)
+    argv = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *command(config)]
+    with open(tmp_path / 'said', 'w') as f:
+        run = subprocess.Popen(argv, cwd=ROOT, stderr=f, stdout=-3)
+    since = time.time()
+    while not (tmp_path / 'out' / 'ckpt.pt').exists() and time.time() - since < 300:
+        time.sleep(0.05)
+    workers = running((name for name in os.listdir('/proc') if name.isdigit()), run.pid)
+    assert len(workers) == 2
+    os.kill({'first': workers[0], 'last': workers[1], 'torchrun': run.pid}[dies], signal.SIGKILL)
+    since = time.time()
+    assert run.wait(60) != 0
+    while running(workers) and time.time() - since < 60:
+        time.sleep(0.05)
+    assert not running(workers)
+    said = (tmp_path / 'said').read_text()
+    # The killed worker is whichever started first; torchrun names it, and the first process, if it lives, says that it ends.
+    assert said.count('error: another process of this run has ended') <= 1 and 'train.py", line' not in said, said
+    step = read_checkpoint(tmp_path / 'out' / 'ckpt.pt')['step']
+    train.train(replace(config, init_from='resume', max_steps=step + 1))
+
+
+@pytest.mark.skipif(not Path('/proc').is_dir(), reason='reads /proc')
+@pytest.mark.parametrize('wait', [0.0, 0.3])
+def test_an_interruption_during_the_imports_is_one_line(folders, tmp_path, wait):
+    """Ctrl-C when torch begins to load, and some time after: code 130 and one line, never a traceback."""
+    config = settings(folders, tmp_path / 'out', max_steps=10**6)
+    process = subprocess.Popen([sys.executable, 'train.py', *command(config)], cwd=ROOT, stdout=-3, stderr=subprocess.PIPE)
+    while process.poll() is None and 'libtorch' not in Path(f'/proc/{process.pid}/maps').read_text():
+        time.sleep(0.01)
+    time.sleep(wait)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 130 and said.count('interrupted') == 1 and 'Traceback' not in said, said
+
+
+def test_passes_that_do_not_settle_are_said_once(folders, tmp_path, monkeypatch, capsys):
+    """When the last pass moves the span more than the first, in 5 lines of the log in a row; not for fewer, nor otherwise."""
+    config = settings(folders, tmp_path / 'quiet', **T2MLR, schedule='jacobi', d_forward=4, d_backward=2)
+    train.train(config)
+    assert 'do not settle' not in capsys.readouterr().err
+    solve, calls = GPT.solve, []
+
+    def growing(self, h, site, schedule, reads_from, kv, state, changes, scored):
+        found = solve(self, h, site, schedule, reads_from, kv, state, changes, scored)
+        if changes:
+            calls.append(changes)
+            if len(calls) not in (1, 5):
+                changes.reverse()
+        return found
+
+    monkeypatch.setattr(GPT, 'solve', growing)
+    train.train(replace(config, out_dir=str(tmp_path / 'growing')))
+    said = [line for line in capsys.readouterr().err.splitlines() if 'do not settle' in line]
+    assert len(said) == 1 and 'up to update 10,' in said[0]
+    line = log_of(tmp_path / 'growing')[9]
+    assert line['step'] == 10 and ', '.join(f'{c:g}' for c in line['changes']) in said[0]
+
+
 # Learning rate and optimisers
 
 
@@ -790,6 +929,20 @@ def test_batches_are_a_pure_function(folders):
     x, y, mask = data.batch('train', [0, choices - 1], 24)
     stream = np.array(data.split('train')).astype(np.int64)
     assert mask is None and x[0].tolist() == stream[:24].tolist() and y[1].tolist() == stream[-24:].tolist()
+
+
+def test_memory_does_not_grow(folders, capsys):
+    """A short form of runs/soak.sh: updates, evaluations, checkpoints and samples in one process."""
+    soak.main(['--updates=240', '--interval=15', f'--data_dir={folders}/text'])
+    assert 'memory in the second quarter' in capsys.readouterr().out
+
+
+def test_a_soak_notices_what_grows(folders, monkeypatch, capsys):
+    found = iter(range(100))
+    monkeypatch.setattr(soak, 'soak', lambda config: [100 + 2 * next(found) for _ in range(32)])
+    with pytest.raises(SystemExit) as stop:
+        soak.main([])
+    assert stop.value.code == 1 and 'memory grew by' in capsys.readouterr().err
 
 
 def test_datasets_that_do_not_fit(folders, tmp_path):
