@@ -949,7 +949,7 @@ def run(config, held):
                 longest = max(longest, bad_row)
             recent.clear()
             if skipped > before:
-                warn(f'{skipped - before} updates up to update {done} were skipped: their loss or gradient is not finite.')
+                warn(f'up to update {done}, {skipped - before} were skipped: their loss or gradient is not finite.')
             if longest >= config.max_bad_steps and (logged or interrupted):  # which all processes look at together
                 bar.close()
                 kept = f'{path} holds an earlier update' if os.path.exists(path) else 'there is no checkpoint yet'
