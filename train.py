@@ -776,7 +776,7 @@ def train(config):
 def run(config, held):
     """Set up, resume, loop, save. held: an ExitStack for what is to be released at the end, whatever the end is."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    first = rank == 0
+    first, parent = rank == 0, os.getppid()
     device = pick_device(config.device)
     kind = device.split(':')[0]
     if config.threads:
@@ -853,7 +853,7 @@ def run(config, held):
         ids = [torch.device(device).index] if kind == 'cuda' else None
         model = DistributedDataParallel(raw, device_ids=ids, find_unused_parameters=unused)
 
-    stop, parent = [], os.getppid()
+    stop = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: stop.append(n))
     log_path = os.path.join(config.out_dir, 'log.jsonl')
