@@ -2,19 +2,31 @@
 
 Reads a dataset made by prepare_data.py, writes out_dir/ckpt.pt (newest state) and out_dir/log.jsonl (a line an interval).
 Batches are a pure function of (seed, step, sample), so a resumed run and a run on more processes see the same data.
-Exit codes: 0 finished, 2 a mistake in the settings, 3 the loss is not finite any more, 130 or 143 after SIGINT or SIGTERM,
-with the state saved.
 """
 
 import contextlib
+import errno
+import fcntl
+import glob
+import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
 import zipfile
 from dataclasses import asdict, dataclass, fields
+
+if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there would print a traceback
+
+    def leave(*_):
+        if os.environ.get('RANK', '0') == '0':
+            os.write(2, b'error: interrupted\n')
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, leave)  # until a run, which has something to save, sets its own
 
 import numpy as np
 import torch
@@ -37,6 +49,11 @@ from model import (
     pretrained_folder,
 )
 from prepare_data import shard_names, token_dtype, tokenizer_meta
+
+EXIT_CODES = (
+    'Exit codes: 0 finished; 2 a mistake in the settings, or no space for the last checkpoint; 3 the loss or gradient is not\n'
+    'finite any more; 4 another process of the run has ended; 130 or 143 after SIGINT or SIGTERM, with the state saved.'
+)
 
 
 @dataclass
@@ -69,9 +86,14 @@ class TrainConfig(Schedule, GPTConfig):
     beta1: float = key(0.9, 'AdamW: decay of the first moment')
     beta2: float = key(0.95, 'AdamW: decay of the second moment')
     grad_clip: float = key(1.0, 'largest norm of the gradient; 0 switches clipping off')
+    max_bad_steps: int = key(10, 'updates in a row, each skipped for a loss or gradient that is not finite, that end the run')
+    debug_nan: bool = key(False, 'end at the first module and pass whose output is not finite, and name them; slow')
     recurrence_lr_scale: float = key(1.0, 'multiplies the learning rate of the parameters that the recurrence adds')
     freeze_base: bool = key(False, 'train only the parameters that the recurrence adds')
     eval_interval: int = key(250, 'updates between evaluations and checkpoints')
+    save_minutes: float = key(0.0, 'also a checkpoint when so many minutes have passed since the last; 0 never')
+    keep_every: int = key(0, 'updates between checkpoints that are kept as ckpt-UPDATE.pt; 0 keeps none')
+    keep_best: bool = key(False, 'keep the checkpoint of the lowest validation loss as best.pt')
     eval_batches: int = key(8, 'validation batches under the training schedule, each of batch_size sequences')
     eval_exact_batches: int = key(1, 'validation batches under the exact sequential recurrence; 0 skips it')
     log_interval: int = key(10, 'updates between lines of log.jsonl')
@@ -107,8 +129,9 @@ class TrainConfig(Schedule, GPTConfig):
             )
         if self.d_forward_start < -1:
             raise ConfigError(f'd_forward_start={self.d_forward_start} must be at least -1, which switches growth off.')
-        positive = ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval')
-        for names, low in ((positive, 1), (('warmup_steps', 'decay_steps', 'd_forward_steps', 'eval_exact_batches'), 0)):
+        positive = ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval', 'max_bad_steps')
+        nonnegative = ('warmup_steps', 'decay_steps', 'd_forward_steps', 'eval_exact_batches', 'keep_every')
+        for names, low in ((positive, 1), (nonnegative, 0)):
             for name in names:
                 if not low <= getattr(self, name) < 2**31:
                     raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and below 2^31.')
@@ -117,7 +140,7 @@ class TrainConfig(Schedule, GPTConfig):
                 raise ConfigError(f'{name}={getattr(self, name)} must be at least 0 and below {high}.')
         if not self.out_dir:
             raise ConfigError('out_dir is empty; name the folder for the checkpoint and the log.')
-        for name in ('learning_rate', 'weight_decay', 'grad_clip', 'recurrence_lr_scale', 'final_lr_fraction'):
+        for name in ('learning_rate', 'weight_decay', 'grad_clip', 'recurrence_lr_scale', 'final_lr_fraction', 'save_minutes'):
             if getattr(self, name) < 0:
                 raise ConfigError(f'{name}={getattr(self, name)} must not be negative.')
         for name in ('beta1', 'beta2'):
@@ -145,6 +168,8 @@ class TrainConfig(Schedule, GPTConfig):
                 )
         if self.activation_checkpointing and self.architecture == 'lstm':
             raise ConfigError('activation_checkpointing=True recomputes transformer layers; architecture=lstm has none.')
+        if self.debug_nan and self.compile:
+            raise ConfigError('debug_nan=True looks into every module, which compile=True fuses; switch one off.')
         if self.freeze_base and self.recurrence == 'none':
             raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
         if self.freeze_base and self.initial and len(self.passes(2)) == 1:
@@ -346,6 +371,12 @@ class Dataset:
         return (self.split(name)['targets'][rows] >= 0).sum(0)
 
 
+def warn(sentence):
+    """One line on stderr, from the first process, that leaves the progress bar whole."""
+    if os.environ.get('RANK', '0') == '0':
+        tqdm.write(f'warning: {sentence}', file=sys.stderr)
+
+
 def pick_device(name):
     """The device that `name` means ('auto': the best there is); raises ConfigError for one that this machine lacks."""
     there = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
@@ -419,6 +450,21 @@ def make_optimizers(model, config, device):
     return optimizers
 
 
+def update(optimizers, bad):
+    """Steps the optimisers, unless `bad`, a bool tensor on the device: then weights, moments and counters stay as they are.
+
+    Fused kernels read the flag on the device, so the host runs ahead. Those without one (Muon, whose update takes long enough
+    to hide it) have the host wait.
+    """
+    for optimizer in optimizers:
+        if optimizer.param_groups[0].get('fused'):
+            optimizer.found_inf = bad.float()
+            optimizer.step()
+        elif not bad.item():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
 def load_optimizer(optimizer, saved):
     """Restores the moments; rate, decay and fusing stay those of the current config, not of the file."""
     for old, new in zip(saved['param_groups'], optimizer.param_groups, strict=True):
@@ -426,17 +472,81 @@ def load_optimizer(optimizer, saved):
     optimizer.load_state_dict(saved)
 
 
-def save_checkpoint(path, checkpoint):
-    """Writes beside, flushes, renames: whoever reads `path`, at any moment, finds a whole checkpoint."""
-    with open(path + '.tmp', 'wb') as f:
-        torch.save(checkpoint, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + '.tmp', path)
+@contextlib.contextmanager
+def surviving(what):
+    """Around the writing of `what`: a full disk is a warning, and the run goes on."""
+    try:
+        yield
+    except OSError as e:
+        warn(f'{what} could not be written ({e.strerror}); what was there before is intact.')
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Holds folder/lock, which the kernel releases however the process ends; raises ConfigError where another run has it."""
+    with open(os.path.join(folder, 'lock'), 'w') as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f'another run is writing to {folder}; wait for its end or choose another --out_dir.') from None
+        except OSError as e:
+            warn(f'{folder} cannot be locked ({e.strerror}); start no second run there.')
+        yield
+
+
+def agree(config, data, step):
+    """Raises ConfigError, in all processes alike, where they differ in code, data, settings or the update they start from."""
+    code = hashlib.sha256()
+    for path in sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(os.path.abspath(__file__))), '*.py'))):
+        with open(path, 'rb') as f:
+            code.update(f.read())
+    meta = hashlib.sha256(json.dumps(data.meta, sort_keys=True).encode())  # it holds the checksums of the files
+    mine = {'checksum of the code': code.hexdigest()[:12], 'checksum of the data': meta.hexdigest()[:12]}
+    mine |= asdict(config) | {'update of the checkpoint': step}
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for rank, theirs in enumerate(found):
+        for name, value in found[0].items():
+            if (other := theirs.get(name)) != value:
+                raise ConfigError(f'process {rank} has {name}={other} and process 0 {name}={value}; start all with the same.')
+
+
+def save_checkpoint(path, checkpoint, previous=None):
+    """Writes beside, flushes, renames: whoever reads `path`, at any moment, finds a whole checkpoint. What was there is kept as
+    `previous`. Raises OSError when it cannot be written, and then leaves all as it was."""
+    try:
+        with open(path + '.tmp', 'wb') as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        if previous and os.path.exists(path):
+            keep(path, previous)
+        os.replace(path + '.tmp', path)
+    except (OSError, RuntimeError) as e:  # the writer of torch has its own name for a disk that is full
+        with contextlib.suppress(OSError):
+            os.remove(path + '.tmp')
+        number = getattr(e, 'errno', None) or errno.EIO
+        raise OSError(number, os.strerror(number), path) from e
+
+
+def keep(path, name):
+    """The file `path` under `name` too, at once: a hard link, which takes no space, or a copy where there are none."""
+    if os.path.exists(name) and os.path.samefile(path, name):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(name + '.tmp')  # it may be a link to a checkpoint, which a copy would write over
+    try:
+        os.link(path, name + '.tmp')
+    except OSError:
+        shutil.copyfile(path, name + '.tmp')
+    os.replace(name + '.tmp', name)
 
 
 def read_checkpoint(path, device='cpu'):
-    """The checkpoint at `path`; raises ConfigError when it is missing or damaged. Executes nothing that the file holds."""
+    """The checkpoint at `path`; raises ConfigError when it is missing or damaged. Executes nothing that the file holds.
+
+    Where a damaged ckpt.pt has a ckpt-previous.pt beside it, that one, after a warning.
+    """
     if not os.path.isfile(path):
         raise ConfigError(f'there is no checkpoint {path}; train.py writes one into its out_dir.')
     try:
@@ -450,6 +560,10 @@ def read_checkpoint(path, device='cpu'):
         return checkpoint | {'config': {f.name: settings[f.name] for f in fields(TrainConfig)}, 'path': str(path)}
     except Exception as e:
         said = str(e) if isinstance(e, ValueError) else 'it was not written by train.py'
+        previous = os.path.join(os.path.dirname(path), 'ckpt-previous.pt')
+        if os.path.basename(path) == 'ckpt.pt' and os.path.isfile(previous):
+            warn(f'the checkpoint {path} cannot be used ({said}); the one before it, {previous}, is taken.')
+            return read_checkpoint(previous, device)
         raise ConfigError(f'the checkpoint {path} cannot be used ({said}); restore it or delete it.') from None
 
 
@@ -557,6 +671,37 @@ def evaluate(
     return {name: a / b for name, (a, b) in zip(names, totals.tolist(), strict=True) if b}
 
 
+def watch(model):
+    """Ends the run with exit code 3 at the first module whose input or output is not finite, naming it and the pass, counted
+    from 0, the one without memory; what precedes the passes counts to 0 and what follows them to the last."""
+    number = 0
+
+    def look(what, value):
+        if isinstance(value, torch.Tensor) and not value.isfinite().all():
+            rank = f'in process {os.environ["RANK"]}, ' if 'RANK' in os.environ else ''
+            print(f'error: {rank}{what} in pass {max(number, 0)} is not finite.', file=sys.stderr)  # whichever process it is
+            raise SystemExit(3)
+
+    def begin(*_):
+        nonlocal number
+        number = -1
+
+    def counted(*args):
+        nonlocal number
+        number += 1
+        return span(*args)
+
+    if span := getattr(model, 'span', None):  # the LSTM has no passes
+        model.span = counted
+    model.register_forward_pre_hook(begin)
+    for name, module in model.named_modules():
+        name = name or 'the model'
+        module.register_forward_pre_hook(lambda _, args, name=name: look(f'the input of {name}', args[0]))
+        module.register_forward_hook(
+            lambda _, args, out, name=name: look(f'the output of {name}', out[0] if isinstance(out, tuple) else out)
+        )
+
+
 def dry_run(config):
     """Prints parameters by part, the recurrence's share and the operations per token, from weights that hold no memory."""
     with torch.device('meta'):
@@ -600,7 +745,7 @@ def continue_log(path, step):
 
 
 def main(argv):
-    config = parse(TrainConfig, argv, 'python train.py [config/NAME.py] [--key=value ...], or behind torchrun')
+    config = parse(TrainConfig, argv, f'python train.py [config/NAME.py] [--key=value ...], or behind torchrun\n\n{EXIT_CODES}')
     with reporting():
         if config.dry_run:
             if not config.vocab_size and os.path.exists(os.path.join(config.data_dir, 'meta.json')):
@@ -616,9 +761,24 @@ def main(argv):
 
 
 def train(config):
-    """The whole run: set up, resume, loop, save. Raises ConfigError before anything is written when it cannot start."""
+    """A whole run. Raises ConfigError when it cannot start."""
+    with contextlib.ExitStack() as held:
+        try:
+            run(config, held)
+        except RuntimeError as e:
+            if not dist.is_initialized() or not (isinstance(e, dist.DistError) or 'gloo' in str(e)):
+                raise
+            # torchrun names the process that ended first; without it every process that is left says what it saw.
+            if os.environ['RANK'] == '0' or 'TORCHELASTIC_RUN_ID' not in os.environ:
+                sentence = f'error: another process of this run has ended; continue {config.out_dir} with --init_from=auto.'
+                tqdm.write(sentence, file=sys.stderr)
+            raise SystemExit(4) from None
+
+
+def run(config, held):
+    """Set up, resume, loop, save. held: an ExitStack for what is to be released at the end, whatever the end is."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    first = rank == 0
+    first, parent = rank == 0, os.getppid()
     device = pick_device(config.device)
     kind = device.split(':')[0]
     if config.threads:
@@ -630,9 +790,12 @@ def train(config):
         same_vocabulary(pretrained_folder(config.init_from[3:]), data)
 
     path = os.path.join(config.out_dir, 'ckpt.pt')
-    saved = None
-    if os.path.exists(path) and config.init_from == 'scratch':
+    saved, there = None, os.path.exists(path)
+    if there and config.init_from == 'scratch':
         raise ConfigError(f'{path} exists; continue it with --init_from=resume, or choose another --out_dir.')
+    if first and (there or config.init_from != 'resume'):  # before reading what another run might be about to write
+        os.makedirs(config.out_dir, exist_ok=True)
+        held.enter_context(locked(config.out_dir))
     if config.init_from == 'resume' or os.path.exists(path):
         saved = read_checkpoint(path)
         for name, value in fixed_on_resume(config).items():
@@ -649,8 +812,7 @@ def train(config):
             device = f'cuda:{os.environ["LOCAL_RANK"]}'
             torch.cuda.set_device(device)
         dist.init_process_group('nccl' if kind == 'cuda' else 'gloo')
-    if first:
-        os.makedirs(config.out_dir, exist_ok=True)
+        agree(config, data, saved['step'] if saved else 0)
 
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision('high')
@@ -667,7 +829,7 @@ def train(config):
         return torch.autocast(kind, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 
     optimizers = make_optimizers(raw, config, kind)
-    start, best = 0, math.inf
+    start, best, skipped, bad_row, whole = 0, math.inf, 0, 0, False
     if saved:
         load_weights(raw, saved)
         try:
@@ -677,9 +839,13 @@ def train(config):
         except (ValueError, LookupError, TypeError, RuntimeError) as e:
             raise ConfigError(f'the optimiser in {path} does not fit its settings: {e}') from None
         start, best = saved['step'], saved['best_loss']
+        skipped, bad_row = saved.get('bad_steps', (0, 0))
+        whole = saved['path'] == path
         saved = None
     if config.compile:
         raw.compile()
+    if config.debug_nan:
+        watch(raw)
     T = data.length('train', config.block_size)
     model = raw
     if world > 1:
@@ -700,29 +866,40 @@ def train(config):
 
     def log(values):
         if first:
-            with open(log_path, 'a', encoding='utf-8') as f:
+            with surviving(log_path), open(log_path, 'a', encoding='utf-8') as f:
                 f.write(json.dumps(values) + '\n')
             tracker.log(values)
 
+    previous = os.path.join(config.out_dir, 'ckpt-previous.pt')
+    written, written_at = start if whole else -1, time.monotonic()
+
     def save(step):
-        if first:
-            save_checkpoint(
-                path,
-                {
-                    'model': raw.state_dict(),
-                    'optimizers': [o.state_dict() for o in optimizers],
-                    'config': asdict(config),
-                    'meta': data.meta,
-                    'step': step,
-                    'best_loss': best,
-                    'rng': torch.get_rng_state(),
-                },
-            )
+        """Whether ckpt.pt holds update `step` now."""
+        nonlocal written, written_at
+        state = {
+            'model': raw.state_dict(),
+            'optimizers': [o.state_dict() for o in optimizers],
+            'config': asdict(config),
+            'meta': data.meta,
+            'step': step,
+            'best_loss': best,
+            'bad_steps': (skipped, bad_row),
+            'rng': torch.get_rng_state(),
+        }
+        written_at = time.monotonic()
+        with surviving(f'update {step} in {config.out_dir}'):
+            save_checkpoint(path, state, previous if written >= 0 else None)  # a damaged one replaces none
+            written = step
+            if config.keep_every and step % config.keep_every == 0:
+                keep(path, os.path.join(config.out_dir, f'ckpt-{step:06}.pt'))
+        return written == step
 
     micro = config.batch_size // (world * config.accumulation)
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
     bar = tqdm(total=config.max_steps, initial=start, disable=not first or None, unit='update', mininterval=1)
     since, counted, done, interrupted = time.perf_counter(), start, start, 0
+    growing = 0  # lines in a row whose passes moved the span more and more
+    recent, longest = [], 0  # whether each update since the last look was skipped, on the device; the longest row of them
     for step in range(start, config.max_steps):
         rate = learning_rate(config, step)
         for optimizer in optimizers:
@@ -744,52 +921,75 @@ def train(config):
             last = i == config.accumulation - 1
             with contextlib.nullcontext() if last or world == 1 else model.no_sync(), autocast():
                 part, part_means = model(x, y, schedule, mask, counts, changes=None if i else changes)
-                (part * world).backward()  # counts are those of the whole update; DDP averages what is to be summed
+                # Counts are those of the whole update; DDP averages what is to be summed. A loss that is not finite makes all
+                # gradients so, in every process, whatever its own derivative is.
+                part.backward(world + 0 * part.detach())
             loss, means = loss + part.detach(), means + part_means
+        if config.debug_nan:  # before clipping, which spreads what is not finite
+            for name, p in raw.named_parameters():
+                if p.grad is not None and not p.grad.isfinite().all():
+                    raise fail(f'the gradient of {name} in update {done} is not finite, though every output is.', 3)
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip or math.inf)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        recent.append(~norm.isfinite())
+        update(optimizers, recent[-1])
         bar.update()
 
+        if os.getppid() != parent and world > 1:  # torchrun was killed, and nobody would end this process any more
+            stop.append(signal.SIGTERM)
         if world > 1 and (logged or done % 20 == 0):  # all stop at one update, though the signal may have reached only some
             number = torch.tensor(max(stop, default=0), device=device)
             dist.all_reduce(number, dist.ReduceOp.MAX)
             interrupted = number.item()
         else:
             interrupted = max(stop, default=0) if world == 1 else 0
+        due = evaluated or (config.keep_every and done % config.keep_every == 0)
+        due = due or (first and config.save_minutes and time.monotonic() - written_at >= 60 * config.save_minutes)
+        if logged or interrupted or due:
+            before = skipped
+            for bad in torch.stack(recent).tolist():
+                skipped, bad_row = skipped + bad, bad_row + 1 if bad else 0
+                longest = max(longest, bad_row)
+            recent.clear()
+            if skipped > before:
+                warn(f'up to update {done}, {skipped - before} were skipped: their loss or gradient is not finite.')
+            if longest >= config.max_bad_steps and (logged or interrupted):  # which all processes look at together
+                bar.close()
+                kept = f'{path} holds an earlier update' if os.path.exists(path) else 'there is no checkpoint yet'
+                what = f'the loss or gradient of {longest} updates in a row, up to update {done}, is not finite; {kept}.'
+                raise fail(f'{what} Lower learning_rate={config.learning_rate}, or see --debug_nan=True.', 3)
         if logged:
             values = torch.cat((loss[None], means))
             if world > 1:
                 dist.all_reduce(values)
             loss, *means = values.tolist()
-            if not math.isfinite(loss):
-                bar.close()
-                kept = f'{path} holds an earlier update' if os.path.exists(path) else 'there is no checkpoint yet'
-                raise fail(f'the loss of update {done} is {loss}; {kept}. Lower learning_rate={config.learning_rate}.', 3)
             tokens = (done - counted) * config.batch_size * T / (time.perf_counter() - since)
             since, counted = time.perf_counter(), done
-            log(
-                {
-                    'step': done,
-                    'loss': loss,
-                    'passes': means,
-                    'grad_norm': norm.item(),
-                    'lr': rate,
-                    'tokens_per_s': round(tokens, 1),
-                }
-                | ({'changes': [round(c.item(), 6) for c in changes]} if changes else {})
-            )
+            moved = [round(c.item(), 6) for c in changes or ()]
+            line = {'step': done, 'loss': loss, 'passes': means, 'grad_norm': norm.item(), 'lr': rate, 'skipped': skipped}
+            line |= {'tokens_per_s': round(tokens, 1)} | ({'changes': moved} if moved else {})
+            apart = config.schedule == 'jacobi' and moved and moved[-1] > max(moved[0], 1e-3)
+            growing = growing + 1 if apart else min(growing, 0)
+            if growing == 5:
+                growing = -math.inf  # once a run
+                warn(
+                    f'the passes do not settle: in 5 lines of the log in a row, up to update {done}, the last changed the span '
+                    f'more than the first ({", ".join(f"{c:g}" for c in moved)}); lower recurrence_lr_scale or learning_rate.'
+                )
+            log({k: v for k, v in line.items() if np.isfinite(v).all()})  # JSON has no word for the others
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
-        if evaluated or interrupted:
-            save(done)
+        if first and (final or interrupted or (due and not bad_row)) and not save(done) and (final or interrupted):
+            raise fail(f'{path} could not be written with update {done}, the last; make space and --init_from=auto.')
         if interrupted:
             break
         if evaluated:
             found = {'training schedule': evaluate(raw, data, config, schedule, config.eval_batches, **shared)}
             if config.eval_exact_batches and config.recurrence != 'none':
                 found['exact'] = evaluate(raw, data, config, SEQUENTIAL, config.eval_exact_batches, **shared)
-            best = min(best, found['training schedule'].get('loss', math.inf))
+            if (reached := found['training schedule'].get('loss', math.inf)) < best:
+                best = reached
+                if first and config.keep_best and written == done:
+                    with surviving('best.pt'):
+                        keep(path, os.path.join(config.out_dir, 'best.pt'))
             log({'step': done, 'val': found['training schedule'], 'val_exact': found.get('exact')})
             if first:
                 line = ' | '.join(f'{name}: ' + ', '.join(f'{k} {v:.4f}' for k, v in f.items()) for name, f in found.items())

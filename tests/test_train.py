@@ -1,6 +1,7 @@
 """Laws of training: resumed equals uninterrupted bit for bit, killed at any moment loses nothing saved, two processes and any
 number of micro-batches equal one, compiled equals plain; the learning rate, the optimisers' groups, the log, the tracker."""
 
+import contextlib
 import json
 import math
 import os
@@ -24,7 +25,9 @@ import torch
 import prepare_data
 import train
 from configurator import ConfigError, read_file
-from model import GPTConfig, Schedule, build, count_parameters, is_recurrence
+from model import GPT, GPTConfig, Schedule, build, count_parameters, is_recurrence
+from runs import soak
+from sample import find_checkpoint, load_model
 from train import Dataset, TrainConfig, is_matrix, learning_rate, make_optimizers, read_checkpoint
 
 ROOT = Path(train.__file__).parent
@@ -235,17 +238,182 @@ def test_a_damaged_checkpoint_is_never_used(folders, tmp_path):
         train.train(resumed)
 
 
-def test_a_loss_that_is_no_number_stops_the_run(folders, tmp_path, capsys):
-    """Exit code 3, one sentence, and the checkpoint of before."""
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(folders, tmp_path, capsys):
+    """Said once; the resumed run is the uninterrupted one, and the damaged file never takes the place of the good one."""
+    config = settings(folders, tmp_path / 'whole', **ARCHITECTURES['t2mlr'] | {'eval_interval': 5})
+    train.train(config)
+    size = (tmp_path / 'whole' / 'ckpt.pt').stat().st_size
+    rng = random.Random(0)
+    for i, at in enumerate((0, rng.randrange(size), size - 1)):
+        out = shutil.copytree(tmp_path / 'whole', tmp_path / str(i))
+        assert read_checkpoint(out / 'ckpt-previous.pt')['step'] == 15
+        data = (out / 'ckpt.pt').read_bytes()
+        (out / 'ckpt.pt').write_bytes(data[:at])
+        capsys.readouterr()
+        assert load_model(find_checkpoint(str(out)))[1]['step'] == 15
+        assert capsys.readouterr().err.count('ckpt-previous.pt, is taken') == 1
+        train.train(replace(config, out_dir=str(out), init_from=rng.choice(['auto', 'resume'])))
+        same_run(tmp_path / 'whole', out)
+        assert read_checkpoint(out / 'ckpt-previous.pt')['step'] == 15
+        (out / 'ckpt-previous.pt').write_bytes(data[:at])
+        (out / 'ckpt.pt').write_bytes(data[:at])
+        with pytest.raises(ConfigError, match='ckpt-previous.pt cannot be used'):
+            read_checkpoint(out / 'ckpt.pt')
+
+
+def test_checkpoints_that_are_kept(folders, tmp_path):
+    """The newest, the one before, every fifth, the best: links to one file where they are the same checkpoint."""
+    config = settings(folders, tmp_path, keep_every=5, keep_best=True, learning_rate=3e-2, eval_batches=4)
+    train.train(config)
+    steps = {path.name: read_checkpoint(path)['step'] for path in tmp_path.glob('*.pt')}
+    val = {line['step']: line['val']['loss'] for line in log_of(tmp_path) if 'val' in line}
+    every = {f'ckpt-{n:06}.pt': n for n in (5, 10, 15, 20)}
+    assert steps == {'ckpt.pt': 20, 'ckpt-previous.pt': 15, 'best.pt': min(val, key=val.get), **every}
+    assert len({path.stat().st_ino for path in tmp_path.glob('*.pt')}) == 4
+    assert not list(tmp_path.glob('*.tmp'))
+
+
+def test_checkpoints_by_the_clock(folders, tmp_path, monkeypatch):
+    """A minute an update by this clock: with save_minutes=3 every third is saved, and the newest two remain."""
+    clock, saved, write = [0.0], [], train.save_checkpoint
+
+    def read():
+        clock[0] += 30.0
+        return clock[0]
+
+    monkeypatch.setattr(train.time, 'monotonic', read)
+    monkeypatch.setattr(train, 'save_checkpoint', lambda path, found, *rest: saved.append(found['step']) or write(path, found))
+    train.train(settings(folders, tmp_path, save_minutes=3.0, max_steps=19, eval_interval=100))
+    assert saved[-1] == 19 and len(saved) > 3 and max(b - a for a, b in zip(saved, saved[1:], strict=False)) <= 6
+
+
+def test_a_full_disk_leaves_the_run_going(folders, tmp_path, monkeypatch, capsys):
+    """A warning; what was saved before stays as it was; the next checkpoint that fits is written. The last one must fit."""
+    config = settings(folders, tmp_path / 'a', eval_interval=5, keep_every=5, keep_best=True)
+    train.train(replace(config, max_steps=10))
+    before = {path.name: path.read_bytes() for path in (tmp_path / 'a').glob('*.pt')}
+    os.symlink('/dev/full', tmp_path / 'a' / 'ckpt.pt.tmp')
+    shutil.copytree(tmp_path / 'a', tmp_path / 'b', symlinks=True)
+    train.train(replace(config, init_from='resume'))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: ')]
+    assert len(said) == 1 and 'update 15 in' in said[0] and 'could not be written' in said[0] and 'No space left' in said[0]
+    steps = {path.name: read_checkpoint(path)['step'] for path in (tmp_path / 'a').glob('*.pt')}
+    assert steps['ckpt.pt'] == 20 and steps['ckpt-previous.pt'] == 10 and 'ckpt-000015.pt' not in steps
+    with pytest.raises(SystemExit) as stop:
+        train.train(replace(config, init_from='resume', out_dir=str(tmp_path / 'b'), max_steps=15))
+    assert stop.value.code == 2 and 'make space' in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'b').glob('*.pt')} == before
+
+
+# Losses and gradients that are not finite
+
+
+def test_updates_that_are_not_finite_stop_the_run(folders, tmp_path, capsys):
+    """After max_bad_steps in a row: exit code 3, one sentence, and the checkpoint of before; fewer do not stop it."""
     config = settings(folders, tmp_path, max_steps=4, log_interval=100)
     train.train(config)
     before = (tmp_path / 'ckpt.pt').read_bytes()
+    diverging = replace(config, init_from='resume', max_steps=12, learning_rate=1e30, decay_steps=0, grad_clip=0.0)
     with pytest.raises(SystemExit) as stop:
-        train.train(replace(config, init_from='resume', max_steps=12, learning_rate=1e30, decay_steps=0, grad_clip=0.0))
+        train.train(replace(diverging, max_bad_steps=3))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
-    assert stop.value.code == 3 and len(said) == 1 and 'learning_rate=1e+30' in said[0]
+    assert stop.value.code == 3 and len(said) == 1 and 'learning_rate=1e+30' in said[0] and '--debug_nan' in said[0]
     assert (tmp_path / 'ckpt.pt').read_bytes() == before
     assert all(math.isfinite(loss) for loss in losses(tmp_path))
+
+
+def poisoned(monkeypatch, bad):
+    """From here on the loss of the updates `bad`, counted from 1, is infinite, though its derivative is not."""
+    make = train.build
+
+    def built(config):
+        model, calls = make(config), 0
+        forward = model.forward
+
+        def spoiled(*args, **given):
+            nonlocal calls
+            if not model.training or len(args) < 2 or not torch.is_grad_enabled():
+                return forward(*args, **given)
+            calls += 1
+            loss, means = forward(*args, **given)
+            return (loss + math.inf if calls in bad else loss), means
+
+        model.forward = spoiled
+        return model
+
+    monkeypatch.setattr(train, 'build', built)
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_a_skipped_update_leaves_no_trace(folders, tmp_path, monkeypatch, capsys, optimizer):
+    """An infinite loss, whose own gradient is finite, leaves weights and optimiser as they were; it is counted, said, and
+    counted on after a resume; bit for bit, whichever lines are logged."""
+    config = settings(folders, tmp_path / 'clean', **ARCHITECTURES['lrt'] | {'optimizer': optimizer, 'max_steps': 6})
+    train.train(replace(config, lr_schedule='constant', warmup_steps=0))
+    clean = read_checkpoint(tmp_path / 'clean' / 'ckpt.pt')
+    bad = {7, 8, 10}
+    for name, ends, every in (('whole', [10], 1), ('parts', [8, 10], 1), ('rarely', [10], 4)):
+        out = tmp_path / name
+        shutil.copytree(tmp_path / 'clean', out)
+        for end in ends:
+            changed = dict(init_from='resume', max_steps=end, lr_schedule='constant', warmup_steps=0, log_interval=every)
+            start = read_checkpoint(out / 'ckpt.pt')['step']
+            with monkeypatch.context() as patch:
+                poisoned(patch, {n - start for n in bad})
+                train.train(replace(config, out_dir=str(out), **changed))
+            if end == 8:
+                after = read_checkpoint(out / 'ckpt.pt')
+                assert same_bits(after['model'], clean['model']) and after['bad_steps'] == (2, 2)
+                assert same_bits(after['optimizers'][0]['state'], clean['optimizers'][0]['state'])
+        assert read_checkpoint(out / 'ckpt.pt')['bad_steps'] == (3, 1)
+        lines = [line for line in log_of(out) if 'lr' in line]
+        assert lines[-1]['skipped'] == 3 and all('loss' not in line for line in lines if line['step'] in bad)
+    one, *others = (read_checkpoint(tmp_path / name / 'ckpt.pt') for name in ('whole', 'parts', 'rarely'))
+    assert all(same_bits(one[part], other[part]) for other in others for part in ('model', 'optimizers', 'rng'))
+    assert losses(tmp_path / 'whole') == losses(tmp_path / 'parts') and not same_bits(one['model'], clean['model'])
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: ')]
+    assert said and all('were skipped' in line for line in said)
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_debug_nan_names_the_module_and_the_pass(folders, tmp_path, capsys, name):
+    """A weight that is no number, at random places; a finite model is trained as without, bit for bit."""
+    rng = random.Random(name)
+    config = settings(folders, tmp_path / 'a', **ARCHITECTURES[name] | {'max_steps': 2, 'decay_steps': 0, 'warmup_steps': 0})
+    train.train(config)
+    train.train(replace(config, out_dir=str(tmp_path / 'b'), debug_nan=True))
+    one, other = (read_checkpoint(tmp_path / out / 'ckpt.pt') for out in 'ab')
+    assert same_bits(one['model'], other['model'])
+    choices = [key for key in one['model'] if key.endswith(('o.weight', 'down.weight', 'f_rec.weight', 'memory.k.weight'))]
+    for key in rng.sample(choices, min(4, len(choices))):
+        spoiled = {k: v.clone() for k, v in one['model'].items()}
+        spoiled[key].view(-1)[rng.randrange(spoiled[key].numel())] = math.nan
+        train.save_checkpoint(str(tmp_path / 'b' / 'ckpt.pt'), one | {'model': spoiled})
+        with pytest.raises(SystemExit) as stop:
+            train.train(replace(config, out_dir=str(tmp_path / 'b'), debug_nan=True, init_from='resume', max_steps=4))
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
+        number = 1 if key.startswith(('fusion', 'memory')) else 0  # the initial pass reads no memory
+        assert stop.value.code == 3
+        assert said == [f'error: the output of {key.removesuffix(".weight")} in pass {number} is not finite.']
+
+
+def test_debug_nan_names_a_gradient(folders, tmp_path, monkeypatch, capsys):
+    make, calls = train.build, []
+
+    def spoiled(gradient):
+        calls.append(gradient)
+        return gradient * (math.nan if len(calls) == 3 else 1)
+
+    def built(config):
+        model = make(config)
+        model.blocks[1].mlp.up.weight.register_hook(spoiled)
+        return model
+
+    monkeypatch.setattr(train, 'build', built)
+    with pytest.raises(SystemExit) as stop:
+        train.train(settings(folders, tmp_path, debug_nan=True, max_steps=5))
+    assert stop.value.code == 3
+    assert 'error: the gradient of blocks.1.mlp.up.weight in update 3 is not finite' in capsys.readouterr().err
 
 
 def test_a_checkpoint_executes_nothing(tmp_path):
@@ -449,6 +617,143 @@ def test_torchrun_says_a_mistake_once(folders, tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
+# Several runs, several processes, one that dies
+
+
+def test_two_runs_in_one_folder(folders, tmp_path):
+    """The second is refused in one sentence while the first lives, whatever it wants; the kernel ends the lock with it."""
+    config = settings(folders, tmp_path / 'out', max_steps=10**6, eval_interval=10**6)
+    first = subprocess.Popen([sys.executable, 'train.py', *command(config)], cwd=ROOT, stderr=-3)
+    since = time.time()
+    while not (tmp_path / 'out' / 'log.jsonl').exists() and time.time() - since < 120:
+        time.sleep(0.05)
+    for init_from in ('scratch', 'auto'):
+        with pytest.raises(ConfigError, match='another run is writing to .*out'):
+            train.train(replace(config, init_from=init_from, max_steps=1, warmup_steps=0))
+    first.kill()
+    first.wait(60)
+    train.train(replace(config, max_steps=1, warmup_steps=0, decay_steps=0))
+    train.train(replace(config, max_steps=2, warmup_steps=0, decay_steps=0, init_from='resume'))
+
+
+def test_processes_that_do_not_agree(folders, tmp_path, monkeypatch):
+    """Each of settings, code and data, in one of two processes: all end with code 2, and one names what differs."""
+    config = settings(folders, tmp_path / 'out', max_steps=3, decay_steps=0)
+    data = copied(folders / 'text', tmp_path / 'data')
+    meta = json.loads((data / 'meta.json').read_text())
+    (data / 'meta.json').write_text(json.dumps(meta | {'source': 'elsewhere'}))
+    code = tmp_path / 'code'
+    code.mkdir()
+    for path in ROOT.glob('*.py'):
+        shutil.copy(path, code)
+    (code / 'bench.py').write_text('# another revision')
+    for other, where, says in (
+        (replace(config, seed=2), ROOT, 'process 1 has seed=2 and process 0 seed=1337'),
+        (replace(config, data_dir=str(data)), ROOT, 'process 1 has checksum of the data='),
+        (config, code, 'process 1 has checksum of the code='),
+    ):
+        said, codes = two_that_differ(config, other, where)
+        assert codes == [2, 2] and said[0].count(says) == 1 and 'error' not in said[1], said
+    assert not (tmp_path / 'out' / 'log.jsonl').exists()
+
+
+def two_that_differ(config, other, where):
+    """Runs two processes, the second with another config and from another folder; what each said, and the exit codes."""
+    shared = os.environ | {'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo'}
+    shared |= {'MASTER_PORT': str(free_ports(1)[0])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, 'train.py', *command(c)],
+            cwd=folder,
+            env=shared | {'RANK': str(r), 'LOCAL_RANK': str(r)},
+            stderr=subprocess.PIPE,
+            stdout=-3,
+            text=True,
+        )
+        for r, (c, folder) in enumerate(((config, ROOT), (other, where)))
+    ]
+    try:
+        said = [p.communicate(timeout=300)[1] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    return said, [p.returncode for p in ranks]
+
+
+def running(pids, parent=None):
+    """Those of `pids` that still run, or of them the children of `parent`."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            state, above = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[:2]
+            if state != 'Z' and parent in (None, int(above)):
+                found.append(int(pid))
+    return sorted(found)
+
+
+@pytest.mark.skipif(not Path('/proc').is_dir(), reason='reads /proc')
+@pytest.mark.parametrize('dies', ['first', 'last', 'torchrun'])
+def test_a_dead_process_ends_the_run(folders, tmp_path, dies):
+    """Within a minute, without orphans, with at most one message of ours; what was saved can be continued."""
+    config = settings(folders, tmp_path / 'out', max_steps=10**6, eval_interval=10**6, keep_every=10, decay_steps=0)
+    argv = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *command(config)]
+    with open(tmp_path / 'said', 'w') as f:
+        run = subprocess.Popen(argv, cwd=ROOT, stderr=f, stdout=-3)
+    since = time.time()
+    while not (tmp_path / 'out' / 'ckpt.pt').exists() and time.time() - since < 300:
+        time.sleep(0.05)
+    workers = running((name for name in os.listdir('/proc') if name.isdigit()), run.pid)
+    assert len(workers) == 2
+    os.kill({'first': workers[0], 'last': workers[1], 'torchrun': run.pid}[dies], signal.SIGKILL)
+    since = time.time()
+    assert run.wait(60) != 0
+    while running(workers) and time.time() - since < 60:
+        time.sleep(0.05)
+    assert not running(workers)
+    said = (tmp_path / 'said').read_text()
+    # The killed worker is whichever started first; torchrun names it, and the first process, if it lives, says that it ends.
+    assert said.count('error: another process of this run has ended') <= 1 and 'train.py", line' not in said, said
+    step = read_checkpoint(tmp_path / 'out' / 'ckpt.pt')['step']
+    train.train(replace(config, init_from='resume', max_steps=step + 1))
+
+
+@pytest.mark.skipif(not Path('/proc').is_dir(), reason='reads /proc')
+@pytest.mark.parametrize('wait', [0.0, 0.3])
+def test_an_interruption_during_the_imports_is_one_line(folders, tmp_path, wait):
+    """Ctrl-C when torch begins to load, and some time after: code 130 and one line, never a traceback."""
+    config = settings(folders, tmp_path / 'out', max_steps=10**6)
+    process = subprocess.Popen([sys.executable, 'train.py', *command(config)], cwd=ROOT, stdout=-3, stderr=subprocess.PIPE)
+    while process.poll() is None and 'libtorch' not in Path(f'/proc/{process.pid}/maps').read_text():
+        time.sleep(0.01)
+    time.sleep(wait)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 130 and said.count('interrupted') == 1 and 'Traceback' not in said, said
+
+
+def test_passes_that_do_not_settle_are_said_once(folders, tmp_path, monkeypatch, capsys):
+    """When the last pass moves the span more than the first, in 5 lines of the log in a row; not for fewer, nor otherwise."""
+    config = settings(folders, tmp_path / 'quiet', **T2MLR, schedule='jacobi', d_forward=4, d_backward=2)
+    train.train(config)
+    assert 'do not settle' not in capsys.readouterr().err
+    solve, calls = GPT.solve, []
+
+    def growing(self, h, site, schedule, reads_from, kv, state, changes, scored):
+        found = solve(self, h, site, schedule, reads_from, kv, state, changes, scored)
+        if changes:
+            calls.append(changes)
+            if len(calls) not in (1, 5):
+                changes.reverse()
+        return found
+
+    monkeypatch.setattr(GPT, 'solve', growing)
+    train.train(replace(config, out_dir=str(tmp_path / 'growing')))
+    said = [line for line in capsys.readouterr().err.splitlines() if 'do not settle' in line]
+    assert len(said) == 1 and 'up to update 10,' in said[0]
+    line = log_of(tmp_path / 'growing')[9]
+    assert line['step'] == 10 and ', '.join(f'{c:g}' for c in line['changes']) in said[0]
+
+
 # Learning rate and optimisers
 
 
@@ -624,6 +929,20 @@ def test_batches_are_a_pure_function(folders):
     x, y, mask = data.batch('train', [0, choices - 1], 24)
     stream = np.array(data.split('train')).astype(np.int64)
     assert mask is None and x[0].tolist() == stream[:24].tolist() and y[1].tolist() == stream[-24:].tolist()
+
+
+def test_memory_does_not_grow(folders, capsys):
+    """A short form of runs/soak.sh: updates, evaluations, checkpoints and samples in one process."""
+    soak.main(['--updates=240', '--interval=15', f'--data_dir={folders}/text'])
+    assert 'memory in the second quarter' in capsys.readouterr().out
+
+
+def test_a_soak_notices_what_grows(folders, monkeypatch, capsys):
+    found = iter(range(100))
+    monkeypatch.setattr(soak, 'soak', lambda config: [100 + 2 * next(found) for _ in range(32)])
+    with pytest.raises(SystemExit) as stop:
+        soak.main([])
+    assert stop.value.code == 1 and 'memory grew by' in capsys.readouterr().err
 
 
 def test_datasets_that_do_not_fit(folders, tmp_path):

@@ -1,0 +1,83 @@
+"""Whether a long run leaks: `python -m runs.soak [--updates=N]` trains a tiny model, and samples from each of its checkpoints.
+
+Training, evaluation, checkpoints and samples share one process, so what any of them leaves behind adds up. Prints the resident
+memory on the way; exit code 1 when it grew after the warm-up.
+"""
+
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+
+import sample
+import train
+from configurator import ConfigError, key, parse, reporting
+
+SIZE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=4', '--threads=1', '--device=cpu']
+MODEL = ['--recurrence=t2mlr', '--l_start=1', '--l_end=1', '--schedule=jacobi', '--d_forward=3', '--d_backward=2']
+OFTEN = ['--eval_batches=1', '--eval_exact_batches=1', '--keep_best=True', '--log_interval=5', '--warmup_steps=10']
+SLACK = 8.0  # MiB: what the allocator and a first use of rare code may add
+
+
+@dataclass
+class SoakConfig:
+    """The settings of `python -m runs.soak`."""
+
+    updates: int = key(5000, 'updates, at least 200')
+    interval: int = key(50, 'updates between evaluations, each with a checkpoint and samples of it')
+    data_dir: str = key('data/stdlib', 'a text dataset made by prepare_data.py')
+
+    def check(self):
+        if self.updates < 200 or not 0 < self.interval <= self.updates // 8:
+            raise ConfigError(f'updates={self.updates} must be at least 200 and 8 times interval={self.interval}.')
+
+
+def resident():
+    """Memory of this process, in MiB."""
+    with open('/proc/self/status', encoding='ascii') as f:
+        return next(int(line.split()[1]) / 1024 for line in f if line.startswith('VmRSS'))
+
+
+def soak(config):
+    """The memory after each evaluation and its samples, in MiB."""
+    found, evaluate = [], train.evaluate
+    with tempfile.TemporaryDirectory() as out:
+
+        def watched(*args, **given):
+            result = evaluate(*args, **given)
+            with open(os.devnull, 'w') as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+                sample.main([f'--ckpt={out}', '--prompt=def ', '--num_samples=2', '--max_tokens=16', '--device=cpu'])
+            found.append(resident())
+            return result
+
+        train.evaluate = watched
+        try:
+            updates = [
+                f'--max_steps={config.updates}',
+                f'--eval_interval={config.interval}',
+                f'--keep_every={config.updates // 4}',
+            ]
+            train.main([*SIZE, *MODEL, *OFTEN, *updates, f'--data_dir={config.data_dir}', f'--out_dir={out}'])
+        finally:
+            train.evaluate = evaluate
+    return found
+
+
+def main(argv):
+    config = parse(SoakConfig, argv, 'python -m runs.soak [--key=value ...]')
+    with reporting():
+        found = soak(config)
+        quarter = len(found) // 4
+        before, after = (statistics.median(part) for part in (found[quarter : 2 * quarter], found[-quarter:]))
+        for i in range(0, len(found), max(1, len(found) // 10)):
+            print(f'update {(i // 2 + 1) * config.interval:>6}  {found[i]:8.1f} MiB')
+        print(f'memory in the second quarter {before:.1f} MiB, in the last {after:.1f} MiB')
+        if after - before > SLACK:
+            print(f'error: memory grew by {after - before:.1f} MiB, more than {SLACK:g}.', file=sys.stderr)
+            raise SystemExit(1)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
