@@ -555,7 +555,8 @@ def test_the_harness_scores_as_its_own_class(base, tmp_path, monkeypatch, insert
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
     for lm in (evaluation.harness(ours, meta, 8, kept, False), HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=8)):
-        shared = dict(tasks=['local_choice'], task_manager=TaskManager(include_path=str(tmp_path)), bootstrap_iters=0)
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        shared = dict(tasks=['local_choice'], task_manager=manager, bootstrap_iters=0)
         with torch.inference_mode():
             found.append(lm_eval.simple_evaluate(model=lm, log_samples=True, **shared))
     a, b = (f['results']['local_choice'] for f in found)
