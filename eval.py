@@ -807,7 +807,7 @@ def draw(results, path):
             panel.axvline(found['trained_length'] + 0.5, color='0.6', linestyle=':', linewidth=1)
         panel.set(xlabel='depth' if 'decoded' in found else 'step of the example', title=name, ylim=(-0.03, 1.03))
     panels[0][0].set_ylabel('accuracy (fraction)')
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc='outside upper center', ncols=len(results))
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc='outside upper center', ncols=min(len(results), 4))
     figure.savefig(path, dpi=150)
 
 
