@@ -765,6 +765,10 @@ def train(config):
     with contextlib.ExitStack() as held:
         try:
             run(config, held)
+        except ConfigError:
+            if dist.is_initialized():  # left to the end of the interpreter, its threads may abort the process
+                dist.destroy_process_group()
+            raise
         except RuntimeError as e:
             if not dist.is_initialized() or not (isinstance(e, dist.DistError) or 'gloo' in str(e)):
                 raise
