@@ -480,14 +480,54 @@ def count_scored(targets, passes):
     return torch.stack([scored[p.start : p.stop : p.step].sum() for p in passes])
 
 
-def weighted_loss(sums, counts, weights):
+class ScoredLoss(torch.autograd.Function):
+    """The weighted sum of the summed cross-entropies of several passes. Logits are made, scored and differentiated a few
+    positions at a time, all in the forward: what is kept for the backward is as large as the outputs and the head, whatever the
+    number of passes and the vocabulary."""
+
+    @staticmethod
+    def forward(ctx, model, targets, weights, *tensors):
+        """targets [(B, n)] and weights [scalar tensor] of each pass; tensors: its outputs [(B, n, D)], then the parameters of
+        model.logits with gradient. Returns the loss, and the sum of each pass (passes,), which has no gradient."""
+        rows, graded = max(1, LOGITS_AT_ONCE // model.config.vocab_size), any(ctx.needs_input_grad)
+        outputs, parameters = tensors[: len(targets)], tensors[len(targets) :]
+        gradients, sums = [torch.zeros_like(t) for t in tensors] if graded else outputs, []
+        for y, target, weight, gradient in zip(outputs, targets, weights, gradients, strict=False):
+            sums.append(torch.zeros((), dtype=torch.promote_types(y.dtype, torch.float32), device=y.device))
+            for part, wanted, kept in zip(*(t.flatten(0, 1).split(rows) for t in (y, target, gradient)), strict=True):
+                with torch.set_grad_enabled(graded):
+                    part = part.detach().requires_grad_(graded)
+                    loss = F.cross_entropy(model.logits(part), wanted, ignore_index=-1, reduction='sum')
+                    found = torch.autograd.grad(loss * weight, (part, *parameters)) if graded else ()
+                for old, new in zip((kept, *gradients[len(targets) :]), found, strict=graded):
+                    old += new
+                sums[-1] += loss.detach()
+        ctx.gradients, sums = gradients, torch.stack(sums)
+        ctx.mark_non_differentiable(sums)
+        return sum(s * w for s, w in zip(sums, weights, strict=True)), sums
+
+    @staticmethod
+    def backward(ctx, upstream, _):
+        return None, None, None, *(upstream * g for g in ctx.gradients)
+
+
+LOGITS_AT_ONCE = 2**25  # elements: enough for full speed, and little beside a model with so large a vocabulary
+
+
+def scored_loss(model, outputs, targets, counts, weights):
     """The mean over passes of each pass's own mean, weighted; passes with nothing to score are left out.
 
-    sums, counts, weights (passes,) -> the loss (a scalar, 0 when nothing at all is scored) and each pass's mean (passes,).
+    outputs [(B, n, D)], targets [(B, n)], counts (passes,) on the host or the device of the outputs, weights: numbers -> the loss
+    (a scalar, 0 when nothing at all is scored) and each pass's mean (passes,).
     """
-    means = sums / counts.clamp(min=1)
-    weights = weights * (counts > 0)
-    return (weights * means).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny), means.detach()
+    dtype = torch.promote_types(outputs[0].dtype, torch.float32)
+    weights = torch.tensor(weights, dtype=dtype, device=counts.device) * (counts > 0)
+    weights = weights / (weights.sum().clamp(min=torch.finfo(weights.dtype).tiny) * counts.clamp(min=1))
+    tensors = [y.detach() for y in outputs]
+    if torch.is_grad_enabled():
+        tensors = [*outputs, *(p for part in (model.norm, model.head) for p in part.parameters() if p.requires_grad)]
+    loss, sums = ScoredLoss.apply(model, targets, weights.unbind(), *tensors)
+    return loss, torch.stack([s / n for s, n in zip(sums, counts.clamp(min=1), strict=True)])
 
 
 class GPT(nn.Module):
@@ -688,7 +728,7 @@ class GPT(nn.Module):
         return y, F.rms_norm(source, (source.size(-1),), eps=self.eps)
 
     def logits(self, y):
-        """y (B, n, D), the top of the stack -> (B, n, vocab_size), in float32 or better."""
+        """y (.., D), the top of the stack -> (.., vocab_size), in float32 or better."""
         logits = self.head(self.norm(y))
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -704,7 +744,7 @@ class GPT(nn.Module):
 
         Without targets: logits (B, T, vocab_size) of the newest output at every position, or at those from logits_from on.
         With targets (B, T), -1 where nothing is scored: the loss, and the mean of each scored pass, (passes,). counts
-        (passes,): scored positions of each pass in the whole update, when this batch is only a part of it.
+        (passes,), on the host or not: scored positions of each pass in the whole update, when this batch is a part of it.
         recur_mask (B, T), bool: where False a token reads no memory. changes: a list that receives, for each pass of `jacobi`
         and `interleaved` after the initial one, the largest relative change of the span's output. Raises ValueError for T above
         block_size.
@@ -734,14 +774,9 @@ class GPT(nn.Module):
                 return self.logits(y[:, logits_from:])
             passes = self.scored_passes(schedule, T)
             outputs = outputs if self.scores_every_pass else [y]
-            sums = []
-            for positions, y in zip(passes, outputs, strict=True):
-                target = targets[:, positions.start : positions.stop : positions.step]
-                sums.append(F.cross_entropy(self.logits(y).flatten(0, 1), target.flatten(), ignore_index=-1, reduction='sum'))
-            sums = torch.stack(sums)
+            wanted = [targets[:, p.start : p.stop : p.step] for p in passes]
             counts = count_scored(targets, passes) if counts is None else counts
-            weights = schedule.pass_weights[: len(passes)] or (1.0,) * len(passes)
-            return weighted_loss(sums, counts, torch.tensor(weights, dtype=sums.dtype, device=sums.device))
+            return scored_loss(self, outputs, wanted, counts, schedule.pass_weights[: len(passes)] or (1.0,) * len(passes))
 
     def solve(self, h, site, schedule, reads_from, kv, state, changes, scored):
         """The passes of a schedule over the span: h (B, T, D) -> outputs of the passes with gradient if they are `scored`, the
@@ -805,7 +840,13 @@ class LSTM(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.lstm = nn.LSTM(config.n_embd, config.n_embd, config.n_layer, batch_first=True)
+        self.norm = nn.Identity()
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def logits(self, y):
+        """y (.., D) -> (.., vocab_size), in float32 or better."""
+        logits = self.head(y)
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     def compile(self):
         """Nothing to compile: the layers are one fused call already."""
@@ -842,13 +883,10 @@ class LSTM(nn.Module):
                     steps.append(y)
                 y = torch.cat(steps, 1)
                 state.position += tokens.size(1)
-            logits = self.head(y[:, logits_from:])
-            logits = logits if logits.dtype == torch.float64 else logits.float()
             if targets is None:
-                return logits
-            sums = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')[None]
+                return self.logits(y[:, logits_from:])
             counts = count_scored(targets, [range(tokens.size(1))]) if counts is None else counts
-            return weighted_loss(sums, counts, torch.ones_like(sums))
+            return scored_loss(self, [y], [targets], counts, (1.0,))
 
 
 def build(config):

@@ -917,7 +917,7 @@ def run(config, held):
         logged = done % config.log_interval == 0 or evaluated
         rows = data.rows('train', config.seed, step, config.batch_size, T)
         scored = data.scored('train', rows, T)
-        counts = torch.tensor([scored[p.start : p.stop : p.step].sum() for p in passes], device=device)
+        counts = torch.tensor([scored[p.start : p.stop : p.step].sum() for p in passes])
         mine = rows[rank * micro * config.accumulation :]
         loss, means, changes = 0.0, 0.0, [] if logged and first and config.recurrence != 'none' else None
         for i in range(config.accumulation):

@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -838,6 +839,54 @@ def test_parts_of_a_batch_add_up(seed, recurrence, name):
     close(total, loss)
     close(sum(m for _, m in parts), means)
     close_gradients(gradients(model, total), gradients(model, loss))
+
+
+@each_schedule
+@pytest.mark.parametrize('family', ('nanochat', 'llama'))
+@each_recurrence
+def test_loss_in_pieces_is_that_of_all_logits(recurrence, family, name, monkeypatch):
+    """Logits of two positions at a time: the loss and gradients that plain autograd has from the logits of every pass."""
+    model = draw_model(3, recurrence=recurrence, family=family)
+    tokens, targets, recur_mask = draw_batch(3, T=9)
+    schedule = draw_schedule(3, 9, name)
+
+    def loss_of_all(model, outputs, targets, counts, weights):
+        means = [
+            F.cross_entropy(model.logits(y).flatten(0, 1), t.flatten(), ignore_index=-1, reduction='sum') / n.clamp(min=1)
+            for y, t, n in zip(outputs, targets, counts, strict=True)
+        ]
+        weights = torch.tensor(weights, dtype=torch.float64) * (counts > 0)
+        return (torch.stack(means) * weights).sum() / weights.sum(), torch.stack(means)
+
+    monkeypatch.setattr('model.LOGITS_AT_ONCE', 2 * model.config.vocab_size)
+    loss, means = model(tokens, targets, schedule, recur_mask)
+    mine = gradients(model, 3 * loss)  # the gradient from above counts too
+    with torch.no_grad():
+        close(model(tokens, targets, schedule, recur_mask)[0], loss)
+    monkeypatch.setattr('model.scored_loss', loss_of_all)
+    plain, plain_means = model(tokens, targets, schedule, recur_mask)
+    close(loss, plain)
+    close(means, plain_means)
+    close_gradients(mine, gradients(model, 3 * plain))
+
+
+@each_recurrence
+def test_no_logits_are_kept_for_the_backward(recurrence):
+    """However many passes are scored, nothing that the backward needs is as large as the logits of one of them."""
+    model, kept = draw_model(4, recurrence=recurrence, vocab_size=500), []
+    tokens, targets, _ = draw_batch(4, T=12, B=6)
+    schedule = Schedule('interleaved', n_subsets=3) if recurrence != 'none' else Schedule()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(t):
+        kept.append(weakref.ref(t))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss, _ = model(tokens, targets, schedule)
+    alive = [*loss.grad_fn.gradients, *(t for r in kept if (t := r()) is not None)]
+    sizes = [t.numel() for t in alive if t.untyped_storage().data_ptr() not in weights and t.shape != model.head.weight.shape]
+    assert 0 < max(sizes) < 6 * 4 * 500
 
 
 @each_schedule
