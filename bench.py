@@ -1,6 +1,7 @@
 """Measures what the recurrences cost, as ratios to the plain transformer in one run: `python bench.py train --json=True`.
 
     python bench.py train      a training step under each schedule, beside the ratio of operations, which is the floor
+    python bench.py memory     what the tensors of each such step hold at most, beside what train.py --dry_run predicts
     python bench.py decode     a decoded token of each architecture, behind a prompt
     python bench.py prefill    reading a prompt token by token, and by parallel fixed-point passes
     python bench.py data       the loader alone, against what the small text models consume
@@ -9,22 +10,26 @@
 Rounds are interleaved (every variant once, then all again), so that a machine whose speed drifts slows all of them alike.
 """
 
+import concurrent.futures
 import functools
 import glob
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse, read_file, reporting
 from model import SEQUENTIAL, GPTConfig, build, count_flops, count_parameters
 from sample import SampleConfig, find_checkpoint, load_model, prefill
-from train import Dataset, TrainConfig, make_optimizers, pick_device
+from train import Dataset, TrainConfig, count_memory, make_optimizers, pick_device
 
 
 @dataclass
@@ -51,11 +56,10 @@ class TrainBench:
         for name in ('rounds', 'threads', 'batch_size', 'vocab_size'):
             if getattr(self, name) < 1:
                 raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
-        chosen = [name for name in self.only.split(',') if name]
-        for name in chosen:
+        for name in chosen_variants(self):
             if name not in VARIANTS:
                 raise ConfigError(f'only={name} is not known; choose from {", ".join(VARIANTS)}.')
-        GPTConfig(**{k: v for k, v in asdict(self).items() if k in GPTConfig.__dataclass_fields__}).check()
+            training_config(self, name)
 
 
 def jacobi(d_forward, d_backward):
@@ -64,6 +68,7 @@ def jacobi(d_forward, d_backward):
 
 VARIANTS = {
     'plain': {},
+    'textbook': {},
     't2mlr_16_4': {'recurrence': 't2mlr'} | jacobi(16, 4),
     't2mlr_4_4': {'recurrence': 't2mlr'} | jacobi(4, 4),
     't2mlr_2_2': {'recurrence': 't2mlr'} | jacobi(2, 2),
@@ -97,14 +102,74 @@ def compare(times, base):
     return {name: {'ms': round(m * 1e3, 3), 'ratio': round(m / medians[base], 3)} for name, m in medians.items()}
 
 
-def training_step(bench, variant, device):
-    """(a function that makes one update of `variant`, the operations of it as a multiple of the plain transformer's)."""
+class TextbookLayer(nn.Module):
+    def __init__(self, D, H):
+        super().__init__()
+        self.d = D // H
+        self.alpha, self.beta = nn.Parameter(torch.ones(())), nn.Parameter(torch.full((), 0.1))
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False) for _ in 'qkvo')
+        self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
+
+    def forward(self, x, x0, cos, sin):
+        def norm(x):
+            return F.rms_norm(x, (x.size(-1),))
+
+        def rotated(x):
+            a, b = x.chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        B, T, D = x.shape
+        x = self.alpha * x + self.beta * x0
+        q, k, v = (f(norm(x)).view(B, T, -1, self.d).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(norm(rotated(q)), norm(rotated(k)), v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(B, T, D))
+        return x + self.down(F.relu(self.up(norm(x))).square())
+
+
+class Textbook(nn.Module):
+    """The plain transformer of the nanochat family as one would write it without a thought of a memory: the yardstick of ours,
+    which computes the same."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(TextbookLayer(config.n_embd, config.n_head) for _ in range(config.n_layer))
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        d = config.head_dim
+        angle = torch.arange(config.block_size)[:, None] * config.rope_base ** (-torch.arange(0, d, 2) / d)
+        self.register_buffer('cos', angle.cos())
+        self.register_buffer('sin', angle.sin())
+
+    def forward(self, tokens, targets, *_):
+        """tokens, targets (B, T) -> the loss and the logits (B, T, vocab_size)."""
+        T = tokens.size(1)
+        x = x0 = F.rms_norm(self.embed(tokens), (self.embed.embedding_dim,))
+        for block in self.blocks:
+            x = block(x, x0, self.cos[:T], self.sin[:T])
+        logits = 15 * torch.tanh(self.head(F.rms_norm(x, (x.size(-1),))).float() / 15)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+
+def chosen_variants(bench):
+    return list(dict.fromkeys(['plain', *([name for name in bench.only.split(',') if name] or VARIANTS)]))
+
+
+def training_config(bench, variant):
     shape = {k: v for k, v in asdict(bench).items() if k in TrainConfig.__dataclass_fields__}
     config = TrainConfig(**shape | VARIANTS[variant])
     config.check()
+    return config
+
+
+def training_step(bench, variant, device):
+    """(a function that makes one update of `variant`, the operations of it as a multiple of the plain transformer's)."""
+    config = training_config(bench, variant)
     torch.manual_seed(0)
-    model = build(config).to(device)
-    if bench.compile:
+    model = (Textbook if variant == 'textbook' else build)(config).to(device)
+    if bench.compile and variant == 'textbook':
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    elif bench.compile:
         model.compile()
     optimizers = make_optimizers(model, config, device)
     x = torch.randint(config.vocab_size, (bench.batch_size, config.block_size), device=device)
@@ -118,15 +183,15 @@ def training_step(bench, variant, device):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    flops = count_flops(model, config, config.block_size)
+    with torch.device('meta'):
+        flops = count_flops(build(config), config, config.block_size)
     return step, flops['step'] / flops['plain_step']
 
 
 def bench_train(bench):
     torch.set_num_threads(bench.threads)
     device = pick_device(bench.device)
-    chosen = [name for name in bench.only.split(',') if name] or list(VARIANTS)
-    steps = {name: training_step(bench, name, device) for name in dict.fromkeys(['plain', *chosen])}
+    steps = {name: training_step(bench, name, device) for name in chosen_variants(bench)}
     found = compare(measure({name: step for name, (step, _) in steps.items()}, bench.rounds, device), 'plain')
     print(f'{"variant":<20}{"ms":>9}{"ratio":>8}{"floor":>8}')
     for name, (_, floor) in steps.items():
@@ -138,6 +203,38 @@ def bench_train(bench):
                 step()
             print(f'\n{name}')
             print(profile.key_averages().table(sort_by='self_cpu_time_total', row_limit=15, max_name_column_width=40))
+    return found
+
+
+def peak_memory(bench, variant):
+    """Bytes that three updates need at most; on CPU those by which this process grew, which should be a fresh one."""
+    device, peaks = pick_device(bench.device), []
+    torch.set_num_threads(bench.threads)
+    for size in (replace(bench, n_embd=2 * bench.n_head, vocab_size=2, block_size=2, batch_size=1), bench):
+        step, _ = training_step(size, variant, device)  # the small one loads what every step needs
+        for _ in range(3):
+            step()
+        with open('/proc/self/status') as f:
+            peaks.append(next(int(line.split()[1]) * 1024 for line in f if line.startswith('VmHWM')))
+    return torch.cuda.max_memory_allocated() if device.startswith('cuda') else peaks[1] - peaks[0]
+
+
+def bench_memory(bench):
+    """Peak of each variant in a process of its own, which gives back what it frees: glibc alone would keep it, in pieces."""
+    if not os.path.exists('/proc/self/status'):
+        raise ConfigError(f'the memory of a process is read from /proc, which {sys.platform} lacks; take Linux.')
+    os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'
+    found, context = {}, multiprocessing.get_context('spawn')
+    print(f'{"variant":<20}{"measured, MiB":>15}{"predicted":>11}{"ratio":>8}')
+    with concurrent.futures.ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        for name in chosen_variants(bench):
+            measured = pool.submit(peak_memory, bench, name).result()
+            row = {'measured': measured, 'ratio': round(measured / found.get('plain', {'measured': measured})['measured'], 3)}
+            if name != 'textbook':
+                row['predicted'] = count_memory(training_config(bench, name))['peak']
+            found[name] = row
+            predicted = f'{row["predicted"] / 2**20:,.0f}' if 'predicted' in row else ''
+            print(f'{name:<20}{measured / 2**20:>15,.0f}{predicted:>11}{row["ratio"]:>8.2f}')
     return found
 
 
@@ -350,6 +447,7 @@ def bench_configs(bench):
 
 BENCHES = {
     'train': (TrainBench, bench_train),
+    'memory': (TrainBench, bench_memory),
     'decode': (DecodeBench, bench_decode),
     'prefill': (PrefillBench, bench_prefill),
     'data': (DataBench, bench_data),

@@ -517,8 +517,8 @@ LOGITS_AT_ONCE = 2**25  # elements: enough for full speed, and little beside a m
 def scored_loss(model, outputs, targets, counts, weights):
     """The mean over passes of each pass's own mean, weighted; passes with nothing to score are left out.
 
-    outputs [(B, n, D)], targets [(B, n)], counts (passes,) on the host or the device of the outputs, weights: numbers -> the loss
-    (a scalar, 0 when nothing at all is scored) and each pass's mean (passes,).
+    outputs [(B, n, D)], targets [(B, n)], counts (passes,) on the host or the device of the outputs, weights: numbers. Returns
+    the loss (a scalar, 0 when nothing at all is scored) and each pass's mean (passes,).
     """
     dtype = torch.promote_types(outputs[0].dtype, torch.float32)
     weights = torch.tensor(weights, dtype=dtype, device=counts.device) * (counts > 0)

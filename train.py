@@ -16,8 +16,9 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 import zipfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there would print a traceback
 
@@ -32,7 +33,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse, reporting
@@ -702,8 +706,54 @@ def watch(model):
         )
 
 
+class Allocations(TorchDispatchMode):
+    """Follows what tensors hold, in bytes: `now`, and the largest so far, `peak`."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.peak, self.known = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and id(storage := tensor.untyped_storage()) not in self.known:
+                self.known.add(id(storage))
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, id(storage), storage.nbytes())
+        return out
+
+    def free(self, number, size):
+        self.known.remove(number)
+        self.now -= size
+
+
+def count_memory(config):
+    """Bytes of tensors in an update of one process: {'weights', 'optimiser', 'peak'}, the last with those and all that the
+    passes keep for the backward. Two updates run on tensors that have shapes and no content."""
+    config = replace(config, jacobi_tol=0.0)  # what no content can decide: all passes run
+    rows = config.batch_size // (config.accumulation * int(os.environ.get('WORLD_SIZE', 1)))
+    with FakeTensorMode(), Allocations() as found:
+        torch.set_default_dtype(torch.float64 if config.dtype == 'float64' else torch.float32)
+        model = build(config)
+        torch.set_default_dtype(torch.float32)
+        model.activation_checkpointing = config.activation_checkpointing
+        for name, p in model.named_parameters():
+            p.requires_grad_(is_recurrence(name) or not config.freeze_base)
+        weights, optimizers = found.now, make_optimizers(model, config, 'cpu')
+        tokens = torch.zeros(rows, config.block_size, dtype=torch.long)
+        counts = torch.ones(len(model.scored_passes(config, config.block_size)))
+        for _ in range(2):
+            with torch.autocast('cpu', torch.bfloat16, enabled=config.dtype == 'bfloat16'):
+                model(tokens, tokens, config, None, counts)[0].backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return {'weights': weights, 'optimiser': found.now - weights, 'peak': found.peak}
+
+
 def dry_run(config):
-    """Prints parameters by part, the recurrence's share and the operations per token, from weights that hold no memory."""
+    """Prints parameters by part, the recurrence's share, operations per token and memory, from weights that hold none."""
     with torch.device('meta'):
         model = build(config)
     parts, flops = count_parameters(model), count_flops(model, config, config.block_size)
@@ -718,9 +768,14 @@ def dry_run(config):
         ('decode', 'decoded token', 'plain_forward'),
     ):
         print(f'{label:<18}{flops[name]:>16.4g}{flops[name] / flops[plain]:>9.2f}')
+    memory = count_memory(config)
+    dtype = 'float32' if config.dtype == 'auto' else config.dtype
+    print(f'\nmemory of the tensors of one process, {dtype}, as on CPU without compile')
+    for part, size in memory.items():
+        print(f'{part:<18}{size / 2**20:>16,.0f} MiB')
     if config.json:
         found = {'parameters': parts, 'total_parameters': total, 'recurrence_share': share}
-        found |= {f'{k}_flops_per_token': v for k, v in flops.items()} | {'step_flops_ratio': ratio}
+        found |= {f'{k}_flops_per_token': v for k, v in flops.items()} | {'step_flops_ratio': ratio, 'memory': memory}
         print(json.dumps(found))
 
 

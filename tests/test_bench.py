@@ -1,13 +1,15 @@
 """The benchmarks run, say what they promise and refuse what they cannot do. No test asserts a time."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import bench
 import prepare_data
-from model import count_flops
+from model import build, count_flops
 from train import TrainConfig, train
 
 ROOT = Path(bench.__file__).parent
@@ -46,7 +48,42 @@ def test_training_steps(capsys, more):
     assert list(found) == list(bench.VARIANTS)
     assert all(set(v) == {'ms', 'ratio', 'floor'} and v['ratio'] > 0 for v in found.values())
     assert found['plain']['ratio'] == found['plain']['floor'] == 1
-    assert all(v['floor'] > 1 for name, v in found.items() if name != 'plain')
+    assert all(v['floor'] > 1 for name, v in found.items() if name not in ('plain', 'textbook'))
+
+
+def test_the_textbook_computes_the_same():
+    """Same weights: the same loss and gradients as the plain transformer, so that their times compare."""
+    config = bench.training_config(bench.TrainBench(n_layer=7, n_embd=24, n_head=2, block_size=20), 'plain')
+    torch.manual_seed(0)
+    ours, theirs = build(config).double(), bench.Textbook(config).double()
+    for p in ours.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    weights = {name.replace('attention.', '').replace('mlp.', ''): p for name, p in ours.state_dict().items()}
+    assert not theirs.load_state_dict(weights, strict=False).unexpected_keys
+    tokens, targets = torch.randint(257, (2, 3, 20)).unbind()
+    losses = [model(tokens, targets)[0] for model in (ours, theirs)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6, check_dtype=False)  # its angles and logits are in float32
+    for loss in losses:
+        loss.backward()
+    for name, p in theirs.named_parameters():
+        name = re.sub(r'\.([qkvo])\.', r'.attention.\1.', re.sub(r'\.(up|down)\.', r'.mlp.\1.', name))
+        torch.testing.assert_close(p.grad, ours.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='the memory of a process is read from /proc')
+@pytest.mark.parametrize(
+    'size',
+    [
+        ['--only=lrt_interleaved_2', '--block_size=512'],
+        ['--only=t2mlr_4_4', '--n_layer=8', '--n_embd=384', '--n_head=6', '--batch_size=2'],
+        ['--only=plain', '--vocab_size=8192', '--n_layer=7', '--batch_size=8'],
+    ],
+)
+def test_memory_is_as_predicted(capsys, size):
+    """What --dry_run says of three sizes lies within 20% of what a process grows by."""
+    found, _ = measured(capsys, 'memory', '--device=cpu', *size)
+    for row in found.values():
+        assert 2**28 < row['measured'] < 2**31 and abs(row['predicted'] / row['measured'] - 1) < 0.2
 
 
 def test_decoding(capsys):
