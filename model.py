@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from configurator import ConfigError, key
@@ -256,24 +257,23 @@ class Site(NamedTuple):
     values: list  # per layer: value embeddings (B, n, G d) or None
     cos: torch.Tensor | None  # (n, 1, d): only differences of positions matter, so padding may shift them
     sin: torch.Tensor | None
-    mask: torch.Tensor | None  # (n, slots) or (B, 1, n, slots), added to the scores: 0 or -inf; None: causal
+    first: torch.Tensor | None  # (B, n): the oldest slot that each position sees; None: slot 0
+    mask: object  # what `visible` makes of the two; None: causal
     recurs: torch.Tensor | None  # (B, n, 1): recur_mask
     keep: torch.Tensor | None  # (B, n, 1): recur_mask and no document start: the memory is read as it is
 
-    def at(self, positions):
-        """This site cut down to `positions` (n,), which index its tokens."""
-        if self.mask is not None:
-            mask = self.mask[..., positions, :]
-        else:
-            keys = torch.arange(self.x0.size(1), device=positions.device)
-            mask = additive(positions[:, None] >= keys, self.x0)
+    def at(self, positions, n_keys, flex):
+        """This site cut down to `positions` (n,), which index its tokens; n_keys, flex: as in `visible`."""
+        slots = positions if self.index is None else self.index[positions]
+        first = None if self.first is None else self.first[:, positions]
         return Site(
-            positions if self.index is None else self.index[positions],
+            slots,
             self.x0[:, positions],
             [None if v is None else v[:, positions] for v in self.values],
             None if self.cos is None else self.cos[positions],
             None if self.sin is None else self.sin[positions],
-            mask,
+            first,
+            visible(slots, first, n_keys, self.x0, flex),
             None if self.recurs is None else self.recurs[:, positions],
             None if self.keep is None else self.keep[:, positions],
         )
@@ -285,9 +285,31 @@ def working_dtype(x):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def additive(seen, x):
-    """`seen`, bool, as a mask to add: made once for all layers, because attention would convert it in each of them."""
-    return torch.zeros(seen.shape, dtype=working_dtype(x), device=seen.device).masked_fill(~seen, -math.inf)
+def visible(slots, first, n_keys, x, flex):
+    """What positions at `slots` (n,) see of n_keys slots: those up to their own, from `first` (B, n) on unless that is None.
+
+    A BlockMask if `flex`. Otherwise, in the type that attention computes x in, what is added to the scores, (n, n_keys) or
+    (B, 1, n, n_keys): made once for all layers, because attention would convert a mask of bool in each of them.
+    """
+    if first is not None:
+        first = torch.minimum(first, slots)  # a padding slot sees itself: no query is without a key
+
+    def seen(b, h, q, k):
+        return k <= slots[q] if first is None else (k <= slots[q]) & (k >= first[b, q])
+
+    if flex:
+        return create_block_mask(seen, None if first is None else len(first), None, len(slots), n_keys, device=slots.device)
+    keys = torch.arange(n_keys, device=slots.device)
+    mask = keys <= slots[:, None]
+    if first is not None:
+        mask = (mask & (keys >= first.unsqueeze(-1))).unsqueeze(1)
+    return torch.zeros(mask.shape, dtype=working_dtype(x), device=slots.device).masked_fill(~mask, -math.inf)
+
+
+@functools.cache
+def compiled_flex():
+    """FlexAttention as one kernel, where no compiled block is around it."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def write(buffer, dim, index, new):
@@ -368,7 +390,11 @@ class Attention(nn.Module):
         q, k, v = self.qk_norm(q).transpose(1, 2), self.qk_norm(k).transpose(1, 2), v.transpose(1, 2)
         if index is not None:
             k, v = write(buffers[0], 2, index, k), write(buffers[1], 2, index, v)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.gqa)
+        if isinstance(mask, BlockMask):
+            flex = compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+            y = flex(q, k, v, block_mask=mask, enable_gqa=self.gqa)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.gqa)
         return self.o(y.transpose(1, 2).reshape(B, n, -1)), (k, v)
 
 
@@ -558,7 +584,8 @@ class GPT(nn.Module):
         self.eps = config.norm_eps if config.family == 'llama' else None
         self.stack, self.source = config.stack, config.source
         self.scores_every_pass = config.recurrence == 'lrt'
-        self.activation_checkpointing = False  # set by who trains: a layer keeps its input and runs again in the backward
+        # Set by who trains: a layer keeps its input and runs again in the backward; where there is a mask, FlexAttention.
+        self.activation_checkpointing = self.flex = False
         if self.embed.weight.device.type != 'meta':
             self.init_weights()
         self.build_rope()
@@ -665,7 +692,7 @@ class GPT(nn.Module):
         )
 
     def site(self, tokens, recur_mask, state):
-        """All positions of `tokens` (B, T), behind what `state` holds; and the first slot each sees, (B, T) or None."""
+        """All positions of `tokens` (B, T), behind what `state` holds."""
         c = self.config
         T = tokens.size(1)
         slots = torch.arange(T, device=tokens.device)
@@ -682,13 +709,12 @@ class GPT(nn.Module):
         if c.document_attention:
             first = torch.where(opens, slots, torch.zeros_like(tokens) if first is None else first).cummax(1).values
         if first is not None:
-            keys = torch.arange(T if state is None else state.kv[0][0].size(2), device=tokens.device)
-            oldest = torch.minimum(first, slots).unsqueeze(-1)  # a padding slot sees itself: no query is without a key
-            mask = additive(((keys >= oldest) & (keys <= slots[:, None])).unsqueeze(1), self.embed.weight)
+            n_keys = T if state is None else state.kv[0][0].size(2)
+            mask = visible(slots, first, n_keys, self.embed.weight, self.flex and state is None)
         x0 = self.norm_embed(self.embed(tokens))
         values = [self.value_embeds[str(i)](tokens) if str(i) in self.value_embeds else None for i in range(c.n_layer)]
         cos, sin = (None if t is None else t[slots].unsqueeze(-2) for t in (self.cos, self.sin))
-        return Site(None if state is None else slots, x0, values, cos, sin, mask, recurs, keep), first
+        return Site(None if state is None else slots, x0, values, cos, sin, first, mask, recurs, keep)
 
     def run(self, depths, x, site, kv, m=None):
         """The stack at `depths` (a range) and `site`: x (B, n, D) -> output (B, n, D), output of the source or None.
@@ -755,7 +781,7 @@ class GPT(nn.Module):
             raise ValueError(f'{T} tokens do not fit block_size={c.block_size}.')
         grad = torch.is_grad_enabled() and state is None
         with torch.set_grad_enabled(grad):
-            site, first = self.site(tokens, recur_mask, state)
+            site = self.site(tokens, recur_mask, state)
             kv = [None] * len(self.stack) if state is None else state.kv
             h, _ = self.run(range(c.span.start), site.x0, site, kv)
             outputs, y = [], h
@@ -769,7 +795,8 @@ class GPT(nn.Module):
             y, _ = self.run(range(c.span.stop, len(self.stack)), y, site, kv)
             if state is not None:
                 state.position += T
-                state.first.copy_(torch.maximum(first[:, -1], state.start))  # a document token in the padding opens nothing
+                # A document token in the padding opens nothing.
+                state.first.copy_(torch.maximum(site.first[:, -1], state.start))
             if targets is None:
                 return self.logits(y[:, logits_from:])
             passes = self.scored_passes(schedule, T)
@@ -807,7 +834,8 @@ class GPT(nn.Module):
                     if todo not in parts:
                         at = torch.arange(todo.start, todo.stop, todo.step, device=h.device)
                         parts = parts if len(parts) < sweep else {}  # only sweeps come back to the same positions
-                        parts[todo] = at, h[:, at], None if local is None else local[:, at], site.at(at)
+                        n_keys, flex = (T, self.flex) if state is None else (kv[0][0].size(2), False)
+                        parts[todo] = at, h[:, at], None if local is None else local[:, at], site.at(at, n_keys, flex)
                     at, *part = parts[todo]
                     y, written = self.span(*part, kv, memory[:, at])
                     memory = write(memory, 1, at + 1, written)

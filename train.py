@@ -105,6 +105,7 @@ class TrainConfig(Schedule, GPTConfig):
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', ('auto', 'float32', 'bfloat16', 'float64'))
     compile: bool = key(False, 'compile the repeated block with torch.compile')
+    attention: str = key('sdpa', 'under a mask: sdpa, which reads it, or flex (FlexAttention), by its blocks', ('sdpa', 'flex'))
     activation_checkpointing: bool = key(
         False, 'layers keep only their inputs and run again in the backward: less memory, up to a third more time'
     )
@@ -825,7 +826,7 @@ def train(config):
                 dist.destroy_process_group()
             raise
         except RuntimeError as e:
-            if not dist.is_initialized() or not (isinstance(e, dist.DistError) or 'gloo' in str(e)):
+            if 'RANK' not in os.environ or not (isinstance(e, dist.DistError) or 'gloo' in str(e)):
                 raise
             # torchrun names the process that ended first; without it every process that is left says what it saw.
             if os.environ['RANK'] == '0' or 'TORCHELASTIC_RUN_ID' not in os.environ:
@@ -840,6 +841,8 @@ def run(config, held):
     first, parent = rank == 0, os.getppid()
     device = pick_device(config.device)
     kind = device.split(':')[0]
+    if config.attention == 'flex' and kind != 'cuda':
+        raise ConfigError(f'attention=flex has no backward on {kind}; take attention=sdpa, or a CUDA device.')
     if config.threads:
         torch.set_num_threads(config.threads)
     data = Dataset(config.data_dir)
@@ -877,7 +880,7 @@ def run(config, held):
     torch.set_float32_matmul_precision('high')
     dtype = {'auto': 'bfloat16' if kind == 'cuda' else 'float32'}.get(config.dtype, config.dtype)
     raw = build(config).to(device, torch.float64 if dtype == 'float64' else torch.float32)
-    raw.activation_checkpointing = config.activation_checkpointing
+    raw.activation_checkpointing, raw.flex = config.activation_checkpointing, config.attention == 'flex'
     if config.init_from.startswith('hf:') and not saved:
         load_pretrained(raw, config.init_from[3:])
     if config.freeze_base:

@@ -14,7 +14,7 @@ mkdir -p "$out" "$results"
 
 python -m runs.retrofit model "$model"
 tokens="--tokenizer=$model/tokenizer.json"
-python prepare_data.py variable_assignment --depth=1-4 --test_depth=1-5 --variables=10 --recur_on_prompt=True --n_train=20000 \
+python prepare_data.py variable_assignment --depth=1-3 --test_depth=1-5 --variables=6 --recur_on_prompt=True --n_train=20000 \
     --n_val=200 --n_test=500 "$tokens" --out=data/variables_smollm2
 python prepare_data.py gsm8k ${SOURCE:+"--source=$SOURCE"} --longest=192 --drop_longer=True "$tokens" --out=data/gsm8k_smollm2
 
@@ -29,7 +29,7 @@ run_cell() { # TASK t2mlr|control UPDATES BATCH BLOCK PROBLEMS
         cp "$out/$name/eval-$1_smollm2-test.json" "$results/$name.json" || { echo "failed: see $out/$name.txt"; return 1; }
 }
 side() { # t2mlr|control
-    run_cell variables "$1" "${VARIABLES_STEPS:-250}" 8 64 "$((problems * 5))" &&
+    run_cell variables "$1" "${VARIABLES_STEPS:-200}" 8 96 "$((problems * 5))" &&
         run_cell gsm8k "$1" "${GSM8K_STEPS:-100}" 4 192 "$problems"
 }
 side control &

@@ -818,6 +818,42 @@ def test_a_tolerance_ends_the_passes_without_gradient(recurrence):
         assert len(means) == (4 if recurrence == 'lrt' else 1) and loss.isfinite()
 
 
+# FlexAttention
+
+
+@pytest.mark.parametrize('T', (1, 127, 129, 137))
+@pytest.mark.parametrize('document_attention', (False, True))
+@pytest.mark.parametrize('name', ('interleaved', 'chunked'))
+@each_memory
+def test_flex_attention_is_attention(recurrence, name, document_attention, T):
+    """Under its block masks, at lengths that are no multiple of a block, after a longer batch and before a shorter one: the
+    logits of sdpa, documents and rows without a memory included. On CPU it has no backward."""
+    fixed = dict(block_size=200, reset_token=RESET, document_attention=document_attention, n_layer=2)
+    model = draw_model(T, recurrence=recurrence, **fixed)
+    schedule = Schedule(name, n_subsets=3, chunk_size=50)
+    for length in (T + 20, T, 1):
+        tokens, _, recur_mask = draw_batch(T, T=length, B=2)
+        tokens[0, -1] = RESET
+        logits = []
+        with torch.no_grad():
+            for model.flex in (False, True):
+                logits.append(model(tokens, schedule=schedule, recur_mask=recur_mask))
+        close(*logits)
+
+
+def test_flex_attention_over_many_blocks():
+    """More than a thousand positions, and decoding, which keeps to sdpa."""
+    model = draw_model(5, recurrence='lrt', block_size=1100, reset_token=RESET, document_attention=True, n_layer=2)
+    tokens, _, _ = draw_batch(5, T=1025, B=1)
+    schedule, logits = Schedule('interleaved', n_subsets=2), []
+    with torch.no_grad():
+        for model.flex in (False, True):
+            logits.append(model(tokens, schedule=schedule))
+            logits.append(model(tokens[:, :9], schedule=SEQUENTIAL, state=model.new_state(1)))
+    close(logits[2], logits[0])
+    assert torch.equal(logits[3], logits[1])
+
+
 # Loss
 
 
@@ -1186,3 +1222,23 @@ def test_compiled_passes_of_many_shapes_are_compiled_once():
                 close(*logits, 1e-4)
             graphs.append(torch._dynamo.utils.counters['stats']['unique_graphs'])
     assert graphs[0] == graphs[1] >= 20  # ten of the block, ten of the fusion
+
+
+def test_compiled_flex_attention_is_compiled_once():
+    """New masks at every call: the logits of sdpa, no new graph and no break."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    fixed = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, block_size=150, reset_token=RESET, document_attention=True)
+    eager = draw_model(1, recurrence='lrt', **fixed).float()
+    compiled = build(eager.config)
+    compiled.load_state_dict(eager.state_dict())
+    compiled.flex = True
+    compiled.compile()
+    graphs = []
+    with torch.no_grad():
+        for seed in range(3):
+            tokens, _, _ = draw_batch(seed, T=140, B=2)
+            logits = [model(tokens, schedule=Schedule('interleaved', n_subsets=2)) for model in (eager, compiled)]
+            close(logits[1], logits[0], 1e-3)
+            graphs.append(torch._dynamo.utils.counters['stats']['unique_graphs'])
+    assert graphs[0] == graphs[1] == graphs[2] and not torch._dynamo.utils.counters['graph_break']

@@ -718,6 +718,47 @@ def test_a_dead_process_ends_the_run(folders, tmp_path, dies):
 
 
 @pytest.mark.skipif(not Path('/proc').is_dir(), reason='reads /proc')
+@pytest.mark.parametrize('dies', ['process', 'node'])
+def test_two_nodes_go_on_when_one_dies(folders, tmp_path, dies):
+    """Two agents of torchrun, two processes each. A process that is killed is started again by its agent, and an agent that is
+    killed by whoever watches over it; the run goes on from its checkpoint, and its curve is that of one process."""
+    config = settings(folders, tmp_path / 'out', 'task', **ARCHITECTURES['lrt'] | {'schedule': 'interleaved'}, dtype='float64')
+    config = replace(config, batch_size=12, max_steps=300, eval_interval=25, eval_batches=1, log_interval=1, init_from='auto')
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    argv = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc_per_node=2', '--max-restarts=3']
+    argv += ['--rdzv_backend=c10d', f'--rdzv_endpoint=127.0.0.1:{port}', '--rdzv_id=run', 'train.py', *command(config)]
+
+    env = os.environ | {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}  # or a restart may read addresses of the life before
+
+    def agent(number):
+        with open(tmp_path / f'said{number}', 'a') as f:
+            return subprocess.Popen(argv, cwd=ROOT, stderr=f, stdout=-3, env=env)
+
+    agents = [agent(0)]
+    time.sleep(2)  # the first that comes holds the meeting place
+    agents.append(agent(1))
+    since = time.time()
+    while not (tmp_path / 'out' / 'ckpt.pt').exists() and time.time() - since < 300:
+        time.sleep(0.05)
+    workers = running((name for name in os.listdir('/proc') if name.isdigit()), agents[1].pid)
+    assert len(workers) == 2
+    os.kill(workers[0] if dies == 'process' else agents[1].pid, signal.SIGKILL)
+    if dies == 'node':
+        agents[1].wait(60)
+        agents[1] = agent(1)
+    try:
+        assert [a.wait(200) for a in agents] == [0, 0], (tmp_path / 'said0').read_text()
+    finally:
+        for a in agents:
+            a.kill()
+    assert not running(workers)
+    train.train(replace(config, out_dir=str(tmp_path / 'one')))
+    np.testing.assert_allclose(losses(tmp_path / 'out'), losses(tmp_path / 'one'), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.skipif(not Path('/proc').is_dir(), reason='reads /proc')
 @pytest.mark.parametrize('wait', [0.0, 0.3])
 def test_an_interruption_during_the_imports_is_one_line(folders, tmp_path, wait):
     """Ctrl-C when torch begins to load, and some time after: code 130 and one line, never a traceback."""
