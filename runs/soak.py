@@ -10,14 +10,17 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
+from unittest import mock
 
 import sample
 import train
 from configurator import ConfigError, key, parse, reporting
 
-SIZE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=4', '--threads=1', '--device=cpu']
-MODEL = ['--recurrence=t2mlr', '--l_start=1', '--l_end=1', '--schedule=jacobi', '--d_forward=3', '--d_backward=2']
-OFTEN = ['--eval_batches=1', '--eval_exact_batches=1', '--keep_best=True', '--log_interval=5', '--warmup_steps=10']
+SETTINGS = """
+    --n_layer=2 --n_head=2 --n_embd=32 --block_size=64 --batch_size=4 --threads=1 --device=cpu
+    --recurrence=t2mlr --l_start=1 --l_end=1 --schedule=jacobi --d_forward=3 --d_backward=2
+    --eval_batches=1 --eval_exact_batches=1 --keep_best=True --log_interval=5 --warmup_steps=10
+""".split()
 SLACK = 8.0  # MiB: what the allocator and a first use of rare code may add
 
 
@@ -43,6 +46,7 @@ def resident():
 def soak(config):
     """The memory after each evaluation and its samples, in MiB."""
     found, evaluate = [], train.evaluate
+    often = [f'--max_steps={config.updates}', f'--eval_interval={config.interval}', f'--keep_every={config.updates // 4}']
     with tempfile.TemporaryDirectory() as out:
 
         def watched(*args, **given):
@@ -52,16 +56,8 @@ def soak(config):
             found.append(resident())
             return result
 
-        train.evaluate = watched
-        try:
-            updates = [
-                f'--max_steps={config.updates}',
-                f'--eval_interval={config.interval}',
-                f'--keep_every={config.updates // 4}',
-            ]
-            train.main([*SIZE, *MODEL, *OFTEN, *updates, f'--data_dir={config.data_dir}', f'--out_dir={out}'])
-        finally:
-            train.evaluate = evaluate
+        with mock.patch.object(train, 'evaluate', watched):
+            train.main([*SETTINGS, *often, f'--data_dir={config.data_dir}', f'--out_dir={out}'])
     return found
 
 
