@@ -148,17 +148,15 @@ def export(model, meta, config):
         settings = replace(settings, recurrence='none')
         weights = {name: p for name, p in weights.items() if not is_recurrence(name)}
     about, end = hub_config(settings), meta.get('stop_token', meta.get('document_token', -1))
-    names = {name: name for name in weights} if about is None else hub_names(weights)
-    if about is None:
-        about = {'model_type': OURS, 'settings': asdict(settings)}
-    elif 0 <= end < settings.vocab_size:
+    names = hub_names(weights) if about else {name: name for name in weights}
+    if about and 0 <= end < settings.vocab_size:
         about |= {'bos_token_id': meta['document_token'], 'eos_token_id': end}
+    about = about or {'model_type': OURS, 'settings': asdict(settings)}
     files = {'config.json': json.dumps(about, indent=1), 'meta.json': json.dumps(meta)}
     if 'tokenizer_json' in meta:
         specials = {t['id']: t['content'] for t in json.loads(meta['tokenizer_json']).get('added_tokens', [])}
         named = {'tokenizer_class': 'PreTrainedTokenizerFast'} | meta.get('template_tokens', {})
-        named |= {'eos_token': specials.get(end)}
-        named |= {'chat_template': meta['chat_template']} if 'chat_template' in meta else {}
+        named |= {'eos_token': specials.get(end)} | {k: meta[k] for k in ('chat_template',) if k in meta}
         files |= {'tokenizer.json': meta['tokenizer_json'], 'tokenizer_config.json': json.dumps(named, indent=1)}
     if os.path.exists(out):
         there = set(os.listdir(out)) if os.path.isdir(out) else {''}
@@ -296,10 +294,11 @@ def generate(decoder, config, push, generators=None):
 
 
 class Text:
-    """The text of one row as its tokens arrive: whole characters, and nothing that may yet turn out to be a stop text."""
+    """The text of one row as its tokens arrive: whole characters, and nothing that may yet turn out to be a stop text. With
+    `echo` it is printed as it becomes certain, but for what `close` returns."""
 
-    def __init__(self, meta, stops):
-        self.meta, self.stops = meta, [stop for stop in stops if stop]
+    def __init__(self, meta, stops, echo=False):
+        self.meta, self.stops, self.echo = meta, [stop for stop in stops if stop], echo
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may span several tokens
         self.tokens, self.likelihoods, self.text, self.shown, self.finish = [], [], '', 0, None
 
@@ -315,6 +314,8 @@ class Text:
         found = [at for stop in self.stops if (at := self.text.find(stop, max(0, before - len(stop)))) >= 0]
         if found:
             self.text, self.finish = self.text[: min(found)], 'stop'
+        if self.echo:
+            print(self.new(), end='', flush=True)
         return bool(found)
 
     def new(self):
@@ -325,12 +326,6 @@ class Text:
         end = max(len(self.text) - held, self.shown)
         fresh, self.shown = self.text[self.shown : end], end
         return fresh
-
-    def speak(self, _, token, likelihood):
-        """As push, and prints what has become certain: the text of the one row that is decoded."""
-        ended = self.push(token, likelihood)
-        print(self.new(), end='', flush=True)
-        return ended
 
     def close(self, finish):
         """Ends the row; returns the rest of its text."""
@@ -344,7 +339,7 @@ def complete(model, meta, prompts, config, stops=(), recurs=True):
     """The text that is decoded behind each of the prompts (ids), read with or without the memory (recurs)."""
     decoder, rows = Decoder(model, config), [Text(meta, stops) for _ in prompts]
     decoder.read(prompts, recurs)
-    generate(decoder, config, lambda i, token, likelihood: rows[i].push(token, likelihood))
+    generate(decoder, config, lambda i, *drawn: rows[i].push(*drawn))
     for row in rows:
         row.close('length')
     return [row.text for row in rows]
@@ -405,10 +400,10 @@ def converse(model, meta, config):
             new = unread + encode(meta, line)
         if config.overflow == 'stop' and len(seen) + len(new) > decoder.size:
             raise ConfigError(f'the conversation is longer than the context of {decoder.size} tokens; take --overflow=slide.')
-        text = Text(meta, config.stop.split('|'))
+        text = Text(meta, config.stop.split('|'), echo=True)
         decoder.ended = [False]  # a row that a turn has ended goes on in the next
         decoder.read([new], prompt_recurs(meta))
-        unread = generate(decoder, config, text.speak, generators)
+        unread = generate(decoder, config, lambda _, *drawn, text=text: text.push(*drawn), generators)
         print(text.close('length'), flush=True)
         messages.append({'role': 'assistant', 'content': text.text})
 
@@ -433,7 +428,7 @@ def sample(config):
         prompts = [chat_tokens(meta, [{'role': 'user', 'content': text}]) for text in texts]
         texts = [text + '\n' for text in texts]
     else:
-        prompts = [([] if aligned else [meta['document_token']]) + list(encode(meta, text)) for text in texts]
+        prompts = [([] if aligned else [meta['document_token']]) + encode(meta, text) for text in texts]
     if not all(prompts):
         raise ConfigError(f'prompt is empty; give tokens of the task, for example --prompt="{" ".join(meta["names"][-3:])}".')
     longest = max(map(len, prompts))
@@ -454,15 +449,15 @@ def sample(config):
         print(f'read {longest} tokens in {decoder.passes} passes', file=sys.stderr)
     n = config.num_samples
     decoder.widen(n)
-    rows = [Text(meta, config.stop.split('|')) for _ in decoder.rows]
-    streamed = len(rows) == 1 and not config.json
+    streamed = len(decoder.rows) == 1 and not config.json
+    rows = [Text(meta, config.stop.split('|'), echo=streamed) for _ in decoder.rows]
     if streamed:
         print(texts[0], end='', flush=True)
     with tqdm(total=config.max_tokens, unit='token', disable=streamed or None, leave=False) as bar:
 
-        def push(i, token, likelihood):
+        def push(i, *drawn):
             bar.update(i == 0)
-            return rows[i].speak(i, token, likelihood) if streamed else rows[i].push(token, likelihood)
+            return rows[i].push(*drawn)
 
         generate(decoder, config, push)
     for i, row in enumerate(rows):
