@@ -163,13 +163,8 @@ def score_task(model, data, split, schedule, config, kept):
     for name in data.meta['scores']:
         hit, step, length = np.concatenate([part[name] for part in parts], 1)
         last = step == length
-        found[name] = {
-            'all': float(hit.mean()),
-            'last': float(hit[last].mean()),
-            'by_length': shares(hit, length),
-            'last_by_length': shares(hit[last], length[last]),
-            'by_position': shares(hit, step),
-        }
+        found[name] = {'all': float(hit.mean()), 'last': float(hit[last].mean()), 'by_length': shares(hit, length)}
+        found[name] |= {'last_by_length': shares(hit[last], length[last]), 'by_position': shares(hit, step)}
     return found
 
 
@@ -209,15 +204,6 @@ def nats(model, x, y, schedule, state=None):
     return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none').double().cpu().view(y.shape)
 
 
-def pass_schedules(model, schedule):
-    """{pass: the schedule that ends with it} of the passes over all positions, the initial one first."""
-    if model.config.recurrence == 'none' or not schedule.initial:
-        return {}
-    if schedule.schedule == 'jacobi':
-        return {f'pass {k}': Schedule('jacobi', k, 1) for k in range(schedule.d_forward + 1)}
-    return {'pass 0': Schedule(), 'all passes': schedule}
-
-
 def score_text(model, data, split, schedule, config, kept):
     """{'bits_per_byte', 'nats_per_token', 'tokens', 'by_position': {'first-last': bits per byte}, 'passes': {..} if asked}.
 
@@ -231,7 +217,11 @@ def score_text(model, data, split, schedule, config, kept):
     if config.max_batches:  # spread over the split
         starts = starts[np.linspace(0, len(starts) - 1, min(len(starts), config.max_batches * config.batch_size)).astype(int)]
     schedule = exactly(T, config.exact) if schedule == SEQUENTIAL else schedule
-    passes = pass_schedules(model, schedule) if config.passes else {}
+    passes = {}  # the schedule that ends with each pass over all positions, the initial one first
+    if config.passes and model.config.recurrence != 'none' and schedule.schedule == 'jacobi':
+        passes = {f'pass {k}': Schedule('jacobi', k, 1) for k in range(schedule.d_forward + 1)}
+    elif config.passes and model.config.recurrence != 'none' and schedule.initial:
+        passes = {'pass 0': Schedule(), 'all passes': schedule}
     device = model.embed.weight.device
 
     def measure(low):
@@ -275,11 +265,8 @@ def diagnose(model, data, split, config):
     x, y, _ = data.batch(split, starts, T, model.embed.weight.device)
     found = {'gammas': {n: p.mean().item() for n, p in model.named_parameters() if 'gamma' in n}}
     seen, changes, gates = {}, [], [block.attention.gate_memory for block in model.blocks]
-    hooks = [
-        module.register_forward_hook(lambda module, given, out: seen.update({module: (*given, out)}))
-        for module in (model.fusion, *gates)
-        if module is not None
-    ]
+    watched = [module for module in (model.fusion, *gates) if module is not None]
+    hooks = [m.register_forward_hook(lambda module, given, out: seen.update({module: (*given, out)})) for m in watched]
     model(x, schedule=exactly(T, 'jacobi'), changes=changes)
     for hook in hooks:
         hook.remove()
@@ -666,17 +653,15 @@ def study_row(runs):
 
 def report_study(cells, config):
     """The table of a study in Markdown, and its figure: of tasks the steps or depths of the first seed, of texts the costs."""
-    rows = {cell: study_row(runs) for cell, runs in cells.items()}
-    order = sorted(rows, key=lambda cell: rows[cell][0])
-    print_markdown(['cell', *rows[order[0]][2]], [[cell, *rows[cell][2].values()] for cell in order])
+    rows = sorted(((cell, *study_row(runs)) for cell, runs in cells.items()), key=lambda row: row[1])
+    print_markdown(['cell', *rows[0][-1]], [[cell, *shown.values()] for cell, *_, shown in rows])
     if config.json:
-        print(json.dumps({cell: rows[cell][1] for cell in order}))
-    if config.figure and summary(cells[order[0]][0]):
-        draw({cell: runs[0] for cell, runs in cells.items()}, config.figure)
+        print(json.dumps({cell: means for cell, _, means, _ in rows}))
+    firsts = {cell: runs[0] for cell, runs in cells.items()}
+    if config.figure and summary(firsts[rows[0][0]]):
+        draw(firsts, config.figure)
     elif config.figure:
-        draw_costs(
-            {cell: (cells[cell][0]['training_flops'] / 1e12, rows[cell][1]['bits_per_byte']) for cell in order}, config.figure
-        )
+        draw_costs({cell: (firsts[cell]['training_flops'] / 1e12, bits) for cell, bits, *_ in rows}, config.figure)
 
 
 def draw_costs(points, path):

@@ -258,15 +258,11 @@ class Decoder:
 
     def widen(self, n):
         """Each row n times, so that several samples share one prefill."""
-        self.rows, self.ended = [list(row) for row in self.rows for _ in range(n)], self.ended * n
-
-        def repeat(x, dim=0):
-            return tuple(repeat(part, dim) for part in x) if isinstance(x, tuple) else x.repeat_interleave(n, dim)
-
-        old = self.state
-        memory = repeat(old.memory, int(isinstance(old.memory, tuple)))  # the LSTM's are (layers, B, D)
-        self.state = State([repeat(kv) for kv in old.kv], memory, old.position, repeat(old.start), repeat(old.first))
-        self.logits = repeat(self.logits)
+        of = torch.arange(len(self.rows), device=self.logits.device).repeat_interleave(n)
+        self.rows, self.ended, self.logits = [list(self.rows[i]) for i in of], self.ended * n, self.logits[of]
+        kv, memory, position, start, first = (getattr(self.state, f.name) for f in fields(State))
+        memory = tuple(t[:, of] for t in memory) if isinstance(memory, tuple) else memory[of]  # the LSTM's are (layers, B, D)
+        self.state = State([(k[of], v[of]) for k, v in kv], memory, position, start[of], first[of])
 
 
 def generate(decoder, config, push, generators=None):
