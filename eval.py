@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -411,21 +411,18 @@ def score_continuations(model, pairs, batch_size):
     Raises ConfigError for a continuation longer than the context of the model.
     """
     T, device = model.config.block_size, model.embed.weight.device
-    found = [None] * len(pairs)
-    order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
-    for low in tqdm(range(0, len(pairs), batch_size), unit='batch', leave=False, disable=None):
+    if (n := max((len(continuation) for _, continuation in pairs), default=0)) > T:
+        raise ConfigError(f'a continuation of {n} tokens does not fit the context of {T}.')
+    rows, found = [(context + continuation)[-T - 1 :] for context, continuation in pairs], [None] * len(pairs)
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    for low in tqdm(range(0, len(rows), batch_size), unit='batch', leave=False, disable=None):
         chosen = order[low : low + batch_size]
-        rows = [(pairs[i][0] + pairs[i][1])[-T - 1 :] for i in chosen]
-        if (n := max(len(pairs[i][1]) for i in chosen)) > T:
-            raise ConfigError(f'a continuation of {n} tokens does not fit the context of {T}.')
-        longest = max(map(len, rows)) - 1
-        padded = [row[:-1] + [0] * (longest + 1 - len(row)) for row in rows]  # what follows changes nothing
-        x = torch.tensor(padded, device=device)
-        p = model(x, schedule=exactly(longest)).double().log_softmax(-1)
-        for i, row, logp in zip(chosen, rows, p, strict=True):
-            n = len(pairs[i][1])
-            target = torch.tensor(row[-n:], device=device)[:, None]
-            logp = logp[len(row) - 1 - n : len(row) - 1]
+        longest = len(rows[chosen[0]]) - 1
+        padded = [rows[i][:-1] + [0] * (longest + 1 - len(rows[i])) for i in chosen]  # what follows changes nothing
+        p = model(torch.tensor(padded, device=device), schedule=exactly(longest)).double().log_softmax(-1)
+        for i, logp in zip(chosen, p, strict=True):
+            end, n = len(rows[i]) - 1, len(pairs[i][1])
+            target, logp = torch.tensor(rows[i][-n:], device=device)[:, None], logp[end - n : end]
             found[i] = logp.gather(-1, target).sum().item(), bool((logp.argmax(-1, keepdim=True) == target).all())
     return found
 
@@ -437,6 +434,7 @@ def harness(model, meta, batch_size, kept, opens=True):
     """
     try:
         from lm_eval.api.model import LM
+        from lm_eval.models.utils import Collator
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     except ImportError:
         raise ConfigError('lm_eval needs the harness; install it with pip install lm-eval.') from None
@@ -476,22 +474,17 @@ def harness(model, meta, batch_size, kept, opens=True):
 
         @kept_in_parts
         def generate_until(asked):
-            texts, order = [''] * len(asked), sorted(range(len(asked)), key=lambda i: (str(asked[i][1]), len(asked[i][0])))
-            for _, same in groupby(order, key=lambda i: asked[i][1]):  # what is decoded together has the same settings
-                same = list(same)
-                given = asked[same[0]][1]
-                length = min(given.get('max_gen_toks', 256), model.config.block_size - 1)
+            texts, T = [], model.config.block_size
+            batches = Collator(asked, sort_fn=lambda request: len(request[0]), group_by='gen_kwargs')  # of equal settings
+            for batch in batches.get_batched(batch_size):
+                given, stops = batch[0][1], batch[0][1].get('until') or []
+                length = min(given.get('max_gen_toks', 256), T - 1)
                 temperature = given.get('temperature', 1.0) if given.get('do_sample', False) else 0.0
                 config = SampleConfig(max_tokens=length, temperature=temperature, jacobi_tol=1e-5)
-                stops = given.get('until') or []
-                stops = [stops] if isinstance(stops, str) else stops
-                for low in range(0, len(same), batch_size):
-                    chosen = same[low : low + batch_size]
-                    prompts = [encode(meta, asked[i][0]) for i in chosen]
-                    prompts = [[*opening(ids), *ids][-(model.config.block_size - length + 1) :] for ids in prompts]
-                    for i, text in zip(chosen, complete(model, meta, prompts, config, stops), strict=True):
-                        texts[i] = text
-            return texts
+                prompts = (encode(meta, context) for context, _ in batch)
+                prompts = [[*opening(ids), *ids][-(T - length + 1) :] for ids in prompts]
+                texts += complete(model, meta, prompts, config, [stops] if isinstance(stops, str) else stops)
+            return batches.get_original(texts)
 
     return Harness()
 

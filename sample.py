@@ -24,7 +24,6 @@ from model import (
     SEQUENTIAL,
     GPTConfig,
     Schedule,
-    State,
     build,
     hub_config,
     hub_names,
@@ -260,9 +259,10 @@ class Decoder:
         """Each row n times, so that several samples share one prefill."""
         of = torch.arange(len(self.rows), device=self.logits.device).repeat_interleave(n)
         self.rows, self.ended, self.logits = [list(self.rows[i]) for i in of], self.ended * n, self.logits[of]
-        kv, memory, position, start, first = (getattr(self.state, f.name) for f in fields(State))
-        memory = tuple(t[:, of] for t in memory) if isinstance(memory, tuple) else memory[of]  # the LSTM's are (layers, B, D)
-        self.state = State([(k[of], v[of]) for k, v in kv], memory, position, start[of], first[of])
+        old, lstm = self.state, isinstance(self.state.memory, tuple)
+        memory = tuple(t[:, of] for t in old.memory) if lstm else old.memory[of]
+        kv = [(k[of], v[of]) for k, v in old.kv]
+        self.state = replace(old, kv=kv, memory=memory, start=old.start[of], first=old.first[of])
 
 
 def generate(decoder, config, push, generators=None):
@@ -360,10 +360,10 @@ def read_prompts(config):
         text = sys.stdin.read() if config.prompt_file == '-' else open(config.prompt_file, encoding='utf-8').read()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {e}.') from None
-    lines = text.splitlines()
-    if config.prompt_lines and not lines:
+    prompts = text.splitlines() if config.prompt_lines else [text]
+    if not prompts:
         raise ConfigError(f'prompt_file={config.prompt_file} holds no line, and prompt_lines=True takes one prompt from each.')
-    return lines if config.prompt_lines else [text]
+    return prompts
 
 
 def prompt_recurs(meta):
