@@ -45,7 +45,9 @@ class EvalConfig:
     max_batches: int = key(0, 'batches at most; 0 takes the whole split')
     passes: bool = key(False, 'text: also bits per byte of each pass of the training schedule')
     exact: str = key(
-        'auto', 'token by token, or iterated (auto: texts above 256, and prompts)', ('auto', 'sequential', 'jacobi')
+        'auto',
+        'exact decoding: token by token, or iterated; auto iterates texts above 256 tokens and prompts',
+        ('auto', 'sequential', 'jacobi'),
     )
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default')

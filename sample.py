@@ -147,7 +147,7 @@ def export(model, meta, config):
         settings = replace(settings, recurrence='none')
         weights = {name: p for name, p in weights.items() if not is_recurrence(name)}
     about, end = hub_config(settings), meta.get('stop_token', meta.get('document_token', -1))
-    names = hub_names(weights) if about else {name: name for name in weights}
+    renamed = hub_names(weights) if about else {}
     if about and 0 <= end < settings.vocab_size:
         about |= {'bos_token_id': meta['document_token'], 'eos_token_id': end}
     about = about or {'model_type': OURS, 'settings': asdict(settings)}
@@ -166,7 +166,7 @@ def export(model, meta, config):
         os.mkdir(new)
         for name, text in files.items():
             Path(new, name).write_text(text, encoding='utf-8')
-        tensors = {names[name]: p.detach().cpu().contiguous() for name, p in weights.items()}
+        tensors = {renamed.get(name, name): p.detach().cpu().contiguous() for name, p in weights.items()}
         try:
             save_file(tensors, os.path.join(new, 'model.safetensors'), {'format': 'pt'})
         except SafetensorError as e:

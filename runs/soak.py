@@ -6,15 +6,17 @@ memory on the way; exit code 1 when it grew after the warm-up.
 
 import contextlib
 import os
+import resource
 import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import sample
 import train
-from configurator import ConfigError, key, parse, reporting
+from configurator import ConfigError, fail, key, parse, reporting
 
 SETTINGS = """
     --n_layer=2 --n_head=2 --n_embd=32 --block_size=64 --batch_size=4 --threads=1 --device=cpu
@@ -39,8 +41,7 @@ class SoakConfig:
 
 def resident():
     """Memory of this process, in MiB."""
-    with open('/proc/self/status', encoding='ascii') as f:
-        return next(int(line.split()[1]) / 1024 for line in f if line.startswith('VmRSS'))
+    return int(Path('/proc/self/statm').read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def soak(config):
@@ -71,8 +72,7 @@ def main(argv):
             print(f'update {(i // 2 + 1) * config.interval:>6}  {found[i]:8.1f} MiB')
         print(f'memory in the second quarter {before:.1f} MiB, in the last {after:.1f} MiB')
         if after - before > SLACK:
-            print(f'error: memory grew by {after - before:.1f} MiB, more than {SLACK:g}.', file=sys.stderr)
-            raise SystemExit(1)
+            raise fail(f'memory grew by {after - before:.1f} MiB, more than {SLACK:g}.', 1)
 
 
 if __name__ == '__main__':
