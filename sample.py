@@ -258,7 +258,7 @@ class Decoder:
     def widen(self, n):
         """Each row n times, so that several samples share one prefill."""
         of = torch.arange(len(self.rows), device=self.logits.device).repeat_interleave(n)
-        self.rows, self.ended, self.logits = [list(self.rows[i]) for i in of], self.ended * n, self.logits[of]
+        self.rows, self.ended, self.logits = [list(self.rows[i]) for i in of.tolist()], self.ended * n, self.logits[of]
         old, lstm = self.state, isinstance(self.state.memory, tuple)
         memory = tuple(t[:, of] for t in old.memory) if lstm else old.memory[of]
         kv = [(k[of], v[of]) for k, v in old.kv]
