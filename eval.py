@@ -12,8 +12,7 @@ also go to eval-DATASET-SPLIT.json beside the checkpoint.
 """
 
 import contextlib
-import functools
-import glob
+import copy
 import hashlib
 import json
 import math
@@ -22,7 +21,8 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby, pairwise
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,16 +31,14 @@ from tqdm import tqdm
 
 from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, Schedule, count_flops, count_parameters
-from prepare_data import decode, encode, extract_answer, same_answer
-from sample import Decoder, SampleConfig, Text, find_checkpoint, generate, load_folder, load_model, prompt_recurs
+from prepare_data import encode, extract_answer, same_answer
+from sample import SampleConfig, check_bounds, complete, find_checkpoint, load, prompt_recurs
 from train import Dataset, TrainConfig, pick_device, same_tokens
 
 
 @dataclass
 class EvalConfig:
-    ckpt: str = key(
-        '', 'checkpoint, or the folder that holds ckpt.pt; several joined by commas; empty takes the newest under out/'
-    )
+    ckpt: str = key('', 'checkpoint, or the folder of a ckpt.pt; several joined by commas; empty takes the newest under out/')
     data_dir: str = key('', 'dataset; empty takes the one it was trained on')
     split: str = key('', 'train, val or test; empty takes val for text and test for tasks')
     batch_size: int = key(64, 'sequences at a time')
@@ -55,7 +53,7 @@ class EvalConfig:
     threads: int = key(0, 'CPU threads; 0 leaves the default')
     results: str = key('', 'tasks: write the accuracies at the longest trained length to this JSON file')
     figure: str = key(
-        '', 'tasks: draw accuracy against position to this PNG file; with study, bits per byte against operations'
+        '', 'tasks: draw accuracy against position to this file; study of texts: bits per byte against operations'
     )
     study: str = key('', 'measure nothing; print the table of the results in this folder, NAME-SEED.json each')
     diagnose: bool = key(False, 'text: gates by layer, residuals by pass, and what a memory set to 0 does to later tokens')
@@ -68,26 +66,28 @@ class EvalConfig:
     json: bool = key(False, 'also print one JSON object as the last line')
 
     def check(self):
-        for name, low, high in (('batch_size', 1, 2**31), ('max_batches', 0, 2**31), ('threads', 0, 1024)):
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and at most {high}.')
+        check_bounds(self, batch_size=(1, 2**31), max_batches=(0, 2**31), threads=(0, 1024))
         if self.curves and not self.figure:
             raise ConfigError(f'curves={self.curves} needs figure, the file to draw to.')
-        for name, path in (('results', self.results), ('figure', self.figure), ('overview', self.overview)):
+        for name in ('results', 'figure', 'overview'):
+            path = getattr(self, name)
             if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or '.')):
                 raise ConfigError(f'{name}={path} must be a file in a folder that exists.')
             if path and name != 'results' and not path.endswith(('.png', '.pdf', '.svg')):
                 raise ConfigError(f'{name}={path} must end in .png, .pdf or .svg.')
 
 
-def schedules(saved, exact=SEQUENTIAL):
+def schedules(saved):
     """The schedules to measure, by name: that of the training, and exact decoding where the model has a recurrence."""
-    names = [f.name for f in fields(Schedule) if f.name != 'pass_weights']
-    return {'training': Schedule(**{k: saved[k] for k in names})} | ({'exact': exact} if saved['recurrence'] != 'none' else {})
+    trained = Schedule(**{f.name: saved[f.name] for f in fields(Schedule)})
+    return {'training': trained} | ({'exact': SEQUENTIAL} if saved['recurrence'] != 'none' else {})
 
 
-def converged(T):
-    """Jacobi until nothing moves by more than float32 rounds: exact, in far fewer passes than positions."""
+def exactly(T, how='auto'):
+    """The exact recurrence over T positions: one after the other, or Jacobi until nothing moves by more than float32 rounds, in
+    far fewer passes than positions."""
+    if how == 'sequential' or (how == 'auto' and T <= 256):
+        return SEQUENTIAL
     return Schedule('jacobi', d_forward=T, d_backward=1, jacobi_tol=1e-5)
 
 
@@ -95,23 +95,25 @@ class Kept:
     """What the batches of an evaluation gave, in a file until all are measured: an interrupted one goes on where it stopped."""
 
     def __init__(self, path, identity):
-        """identity: all that the results depend on, as JSON; its digest is in each line, because another evaluation may have
-        written to the same file meanwhile, and lines of another are passed over."""
-        self.path, self.found, self.begun = path, {}, False
+        """path: that of the results, and `.part`. identity: all that they depend on, as JSON; its digest is in each line, as
+        another evaluation may write to the same file meanwhile, and lines of another are passed over."""
+        self.path, self.found, text = path, {}, ''
         self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        with contextlib.suppress(OSError, ValueError, TypeError), open(path, encoding='utf-8') as f:
-            for line in f:  # the last may have been cut short
+        with contextlib.suppress(FileNotFoundError):
+            text = Path(path).read_text(encoding='utf-8', errors='replace')
+        self.gap = '' if text[-1:] in ('', '\n') else '\n'  # behind a last line that was cut short
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError, TypeError):
                 whose, name, low, value = json.loads(line)
                 if whose == self.identity:
                     self.found[name, low] = value
 
     def add(self, name, low, value):
-        """Appends a batch to the file; the first one makes it anew, of all that is known."""
+        """Appends a batch to the file."""
         self.found[name, low] = value
-        known = [[self.identity, *where, value] for where, value in self.found.items()]
-        with open(self.path, 'a' if self.begun else 'w', encoding='utf-8') as f:
-            f.writelines(json.dumps(line) + '\n' for line in (known[-1:] if self.begun else known))
-        self.begun = True
+        with open(self.path, 'a', encoding='utf-8') as f:
+            f.write(f'{self.gap}{json.dumps([self.identity, name, low, value])}\n')
+        self.gap = ''
 
     def batches(self, name, starts, measure):
         """measure(start), JSON, for each of the starts; `name` tells measurements apart."""
@@ -120,9 +122,17 @@ class Kept:
                 self.add(name, low, measure(low))
             yield self.found[name, low]
 
-    def remove(self):
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(self.path)
+    def finish(self, results):
+        """Writes the results, JSON, removes the file and returns them."""
+        with open(self.path.removesuffix('.part'), 'w', encoding='utf-8') as f:
+            json.dump(results, f, indent=1)
+        Path(self.path).unlink(missing_ok=True)
+        return results
+
+
+def shares(hit, by):
+    """{value of `by`, as a text: how often there is a hit}, by rising values."""
+    return {str(value): float(hit[by == value].mean()) for value in np.unique(by)}
 
 
 def score_task(model, data, split, schedule, config, kept):
@@ -132,13 +142,12 @@ def score_task(model, data, split, schedule, config, kept):
     """
     arrays = data.split(split)
     total = min(len(arrays['tokens']), (config.max_batches or math.inf) * config.batch_size)
-    device = model.embed.weight.device
 
     def measure(low):
         """{score: [whether it is right, its step, the steps of its example] of each scored position, as columns}."""
         rows = np.arange(low, min(low + config.batch_size, total))
         T = int(arrays['lengths'][rows].max())
-        x, y, mask = (t[:, :T] for t in data.batch(split, rows, None, device))
+        x, y, mask = (t[:, :T] for t in data.batch(split, rows, None, model.embed.weight.device))
         hit = (model(x, schedule=schedule, recur_mask=mask).argmax(-1) == y).cpu().numpy()
         y = y.cpu().numpy()
         columns = {}
@@ -153,18 +162,8 @@ def score_task(model, data, split, schedule, config, kept):
     for name in data.meta['scores']:
         hit, step, length = np.concatenate([part[name] for part in parts], 1)
         last = step == length
-
-        def table(by, chosen, hit=hit):
-            return {int(v): float(hit[chosen & (by == v)].mean()) for v in np.unique(by[chosen])}
-
-        every = np.ones_like(last)
-        found[name] = {
-            'all': float(hit.mean()),
-            'last': float(hit[last].mean()),
-            'by_length': table(length, every),
-            'last_by_length': table(length, last),
-            'by_position': table(step, every),
-        }
+        found[name] = {'all': float(hit.mean()), 'last': float(hit[last].mean()), 'by_length': shares(hit, length)}
+        found[name] |= {'last_by_length': shares(hit[last], length[last]), 'by_position': shares(hit, step)}
     return found
 
 
@@ -179,7 +178,6 @@ def score_answers(model, data, split, config, kept):
     arrays, meta, task = data.split(split), data.meta, data.meta['task']
     if 'prompt_lengths' not in arrays:
         raise ConfigError(f'split={split} of {data.folder} has several examples in a row; take another split.')
-    ends = [meta['document_token'], meta.get('stop_token')]
     with open(os.path.join(data.folder, f'{split}.jsonl'), encoding='utf-8') as f:
         examples = [json.loads(line) for line in f]
     total = min(len(examples), (config.max_batches or math.inf) * config.batch_size)
@@ -190,33 +188,19 @@ def score_answers(model, data, split, config, kept):
     def measure(low):
         """Whether each example of the batch is answered."""
         rows = order[low : low + config.batch_size].tolist()
-        decoder, answers = Decoder(model, greedy), [[] for _ in rows]
-        decoder.read([arrays['tokens'][i, : arrays['prompt_lengths'][i]].tolist() for i in rows], prompt_recurs(meta))
-        generate(decoder, greedy, lambda i, token, _: answers[i].append(token) or token in ends)
-        texts = [decode(meta, [t for t in ids if t not in ends]).decode('utf-8', 'replace') for ids in answers]
-        found = [extract_answer(task, text) for text in texts]
+        prompts = [arrays['tokens'][i, : arrays['prompt_lengths'][i]].tolist() for i in rows]
+        found = [extract_answer(task, text) for text in complete(model, meta, prompts, greedy, recurs=prompt_recurs(meta))]
         return [bool(same_answer(task, answer, examples[i]['answer'])) for answer, i in zip(found, rows, strict=True)]
 
     hits = np.zeros(total)
     hits[order] = [hit for batch in kept.batches('answers', range(0, total, config.batch_size), measure) for hit in batch]
-    depth = arrays['steps'][:total]
-    by_depth = {int(d): float(hits[depth == d].mean()) for d in np.unique(depth)}
-    return {'exact_match': float(hits.mean()), 'by_depth': by_depth, 'answers': total}
+    return {'exact_match': float(hits.mean()), 'by_depth': shares(hits, arrays['steps'][:total]), 'answers': total}
 
 
-def nats(model, x, y, schedule):
-    """-log p of the targets y (B, T) under `schedule`, in float64 on the CPU."""
-    logits = model(x, schedule=schedule)
+def nats(model, x, y, schedule, state=None):
+    """-log p of the targets y (B, T) under `schedule`, behind `state` if there is one, in float64 on the CPU."""
+    logits = model(x, schedule=schedule, state=state)
     return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none').double().cpu().view(y.shape)
-
-
-def pass_schedules(model, schedule):
-    """{pass: the schedule that ends with it} of the passes over all positions, the initial one first."""
-    if model.config.recurrence == 'none' or not schedule.initial:
-        return {}
-    if schedule.schedule == 'jacobi':
-        return {f'pass {k}': Schedule('jacobi', k, 1) for k in range(schedule.d_forward + 1)}
-    return {'pass 0': Schedule(), 'all passes': schedule}
 
 
 def score_text(model, data, split, schedule, config, kept):
@@ -225,43 +209,44 @@ def score_text(model, data, split, schedule, config, kept):
     Every token but the first is predicted once, windows do not overlap; tokens that stand for no bytes (the document token) are
     left out. Position 0 has one token to look at.
     """
-    stream, T = data.split(split), model.config.block_size
-    nothing = ConfigError(f'{data.folder}/{split}.bin has nothing to score: it holds {len(stream)} tokens.')
-    if len(stream) < 2:
-        raise nothing
-    T = min(T, len(stream) - 1)
+    stream = data.split(split)
+    T = max(1, min(model.config.block_size, len(stream) - 1))
     sizes = torch.tensor(data.meta['token_bytes'])
     starts = np.arange(0, len(stream) - T, T)
     if config.max_batches:  # spread over the split
         starts = starts[np.linspace(0, len(starts) - 1, min(len(starts), config.max_batches * config.batch_size)).astype(int)]
-    if schedule == SEQUENTIAL and (config.exact == 'jacobi' or (config.exact == 'auto' and T > 256)):
-        schedule = converged(T)
-    passes = pass_schedules(model, schedule) if config.passes else {}
-    device = model.embed.weight.device
+    schedule = exactly(T, config.exact) if schedule == SEQUENTIAL else schedule
+    passes = {}  # the schedule that ends with each pass over all positions, the initial one first
+    if config.passes and model.config.recurrence != 'none' and schedule.schedule == 'jacobi':
+        passes = {f'pass {k}': Schedule('jacobi', k, 1) for k in range(schedule.d_forward + 1)}
+    elif config.passes and model.config.recurrence != 'none' and schedule.initial:
+        passes = {'pass 0': Schedule(), 'all passes': schedule}
 
     def measure(low):
-        """{'lost': nats of each position, 'octets': their bytes, 'tokens', 'passes': nats of each, 'apart': ..}."""
-        x, y, _ = data.batch(split, starts[low : low + config.batch_size], T, device)
+        """{'sums': of bytes, of tokens with bytes, of nats and of the nats of each pass, at every position; 'apart': ..}."""
+        x, y, _ = data.batch(split, starts[low : low + config.batch_size], T, model.embed.weight.device)
         size = sizes[y.cpu()]
-        lost = (nats(model, x, y, schedule) * (size > 0)).sum(0)
-        found = {'lost': lost.tolist(), 'octets': size.sum(0).tolist(), 'tokens': (size > 0).sum().item()}
-        found['passes'] = {name: (nats(model, x, y, one) * (size > 0)).sum().item() for name, one in passes.items()}
+        lost = [nats(model, x, y, one) * (size > 0) for one in (schedule, *passes.values())]
+        found = {'sums': [of.sum(0).tolist() for of in (size, size > 0, *lost)]}
         if schedule.jacobi_tol and not low:  # iterated to convergence: held against token by token, once
             apart = nats(model, x[:1], y[:1], schedule) - nats(model, x[:1], y[:1], SEQUENTIAL)
             found['apart'] = apart.abs().max().item()
         return found
 
-    parts = list(kept.batches(str(schedule), range(0, len(starts), config.batch_size), measure))
-    lost, octets = (torch.tensor([part[name] for part in parts], dtype=torch.float64).sum(0) for name in ('lost', 'octets'))
-    total, unit = lost.sum().item(), octets.sum().item() * math.log(2)
-    if not unit:
-        raise nothing
+    parts = list(kept.batches(f'sums {schedule}', range(0, len(starts), config.batch_size), measure))
+    sums = torch.tensor([part['sums'] for part in parts], dtype=torch.float64).view(len(parts), 3 + len(passes), T).sum(0)
+    (octets, _, lost), (n_octets, tokens, total, *by_pass) = sums[:3], sums.sum(1).tolist()
+    if not n_octets:
+        raise ConfigError(f'{data.folder}/{split}.bin has nothing to score: it holds {len(stream)} tokens.')
+    unit = n_octets * math.log(2)
     edges = [0, *(2**i for i in range(T.bit_length()) if 2**i < T), T]
     by_position = {f'{a}-{b - 1}': (lost[a:b].sum() / octets[a:b].sum() / math.log(2)).item() for a, b in pairwise(edges)}
-    tokens = sum(part['tokens'] for part in parts)
-    found = {'bits_per_byte': total / unit, 'nats_per_token': total / tokens, 'tokens': tokens, 'by_position': by_position}
-    found |= {'nats_from_sequential': parts[0]['apart']} if 'apart' in parts[0] else {}
-    return found | ({'passes': {name: sum(part['passes'][name] for part in parts) / unit for name in passes}} if passes else {})
+    found = {'bits_per_byte': total / unit, 'nats_per_token': total / tokens, 'tokens': int(tokens), 'by_position': by_position}
+    if 'apart' in parts[0]:
+        found['nats_from_sequential'] = parts[0]['apart']
+    if passes:
+        found['passes'] = {name: lost / unit for name, lost in zip(passes, by_pass, strict=True)}
+    return found
 
 
 def diagnose(model, data, split, config):
@@ -277,155 +262,144 @@ def diagnose(model, data, split, config):
     starts = np.linspace(0, len(data.split(split)) - T - 1, config.batch_size).astype(int)
     x, y, _ = data.batch(split, starts, T, model.embed.weight.device)
     found = {'gammas': {n: p.mean().item() for n, p in model.named_parameters() if 'gamma' in n}}
-    seen, hooks = {}, []
-    for layer, block in enumerate(model.blocks):
-        if block.attention.gate_memory is not None:
-            keep = functools.partial(lambda layer, module, given, out: seen.update({layer: out}), layer)
-            hooks.append(block.attention.gate_memory.register_forward_hook(keep))
-    if model.fusion is not None:
-        hooks.append(model.fusion.register_forward_hook(lambda module, given, out: seen.update(fusion=(*given, out))))
-    changes = []
-    model(x, schedule=converged(T), changes=changes)
+    seen, changes, gates = {}, [], [block.attention.gate_memory for block in model.blocks]
+    watched = [module for module in (model.fusion, *gates) if module is not None]
+    hooks = [m.register_forward_hook(lambda module, given, out: seen.update({module: (*given, out)})) for m in watched]
+    model(x, schedule=exactly(T, 'jacobi'), changes=changes)
     for hook in hooks:
         hook.remove()
     if model.fusion is not None:
-        h, local, R, _, out = seen.pop('fusion')
-        D = h.size(-1)
+        h, local, R, _, out = seen[model.fusion]
         halves = zip(('cur', 'rec'), local.chunk(2, -1), (model.fusion.f_cur, model.fusion.f_rec), strict=True)
-        found['gates'] = {name: torch.sigmoid(a + F.linear(R, f.weight[:, D:])).mean().item() for name, a, f in halves}
-        found['moved'] = ((out - h).norm() / h.norm()).item()
+        gates = {name: (a + F.linear(R, f.weight[:, h.size(-1) :])).sigmoid().mean().item() for name, a, f in halves}
+        found |= {'gates': gates, 'moved': ((out - h).norm() / h.norm()).item()}
     else:
-        means = {layer: (2 * out.sigmoid()).chunk(2, -1) for layer, out in seen.items()}
+        means = {layer: (2 * seen[gate][-1].sigmoid()).chunk(2, -1) for layer, gate in enumerate(gates) if gate in seen}
         found['gates'] = {layer: {'loc': loc.mean().item(), 'rec': rec.mean().item()} for layer, (loc, rec) in means.items()}
     found['residuals'] = [change.item() for change in changes]
-    carried = torch.zeros(0)
+    effects = []
     for t in (T // 4, T // 2, 3 * T // 4):
-        losses = []
-        for scale in (1.0, 0.0):
-            state = model.new_state(len(x))
-            model(x[:, :t], schedule=SEQUENTIAL, state=state)
-            state.memory = state.memory * scale
-            logits = model(x[:, t:], schedule=SEQUENTIAL, state=state)
-            losses.append(F.cross_entropy(logits.flatten(0, 1), y[:, t:].flatten(), reduction='none').view(len(x), -1).mean(0))
-        effect = (losses[1] - losses[0])[: T // 4].cpu()
-        carried = carried + effect / 3 if len(carried) else effect / 3
-    found['carried'] = {k: carried[k].item() for k in range(len(carried)) if k == 0 or k & (k - 1) == 0}
+        state = model.new_state(len(x))
+        model(x[:, :t], schedule=SEQUENTIAL, state=state)
+        without = copy.deepcopy(state)
+        without.memory.zero_()
+        lost, kept = (nats(model, x[:, t:], y[:, t:], SEQUENTIAL, behind) for behind in (without, state))
+        effects.append((lost - kept).mean(0)[: T // 4])
+    carried = torch.stack(effects).mean(0).tolist()
+    found['carried'] = {k: lost for k, lost in enumerate(carried) if k & (k - 1) == 0}
     return found
 
 
 def report_diagnosis(found, figure):
     print_table(['parameter', 'value'], list(found['gammas'].items()))
-    gates = found['gates']
+    gates, residuals, carried = found['gates'], found['residuals'], found['carried']
     if 'moved' in found:
         print(f'\nmean gates: cur {gates["cur"]:.4f}, rec {gates["rec"]:.4f}; Phi moves the stream by {found["moved"]:.4f}')
     else:
         print()
         print_table(['layer', 'gate_loc', 'gate_rec'], [[layer, *gate.values()] for layer, gate in gates.items()])
-    print('\nlargest relative change of the span by pass: ' + ' '.join(f'{r:.1e}' for r in found['residuals']))
+    print('\nlargest relative change of the span by pass: ' + ' '.join(f'{r:.1e}' for r in residuals))
     print('\nnats lost at token t + k without the memory that token t reads:')
-    print_table(['k', 'nats'], list(found['carried'].items()))
+    print_table(['k', 'nats'], list(carried.items()))
     if figure:
-        picture, panels = pyplot().subplots(1, 3, figsize=(12, 3.4), layout='constrained')
-        if 'moved' not in found:
-            for i, name in enumerate(('loc', 'rec')):
-                panels[0].plot(
-                    list(gates), [gate[name] for gate in gates.values()], 'os'[i] + '-', color=COLOURS[i], label=name
-                )
-            panels[0].legend()
-        else:
-            panels[0].bar(['cur', 'rec'], [gates['cur'], gates['rec']], color=COLOURS[:2])
-        panels[0].set(title='gates', xlabel='layer' if 'moved' not in found else 'gate', ylabel='mean')
-        panels[1].plot(range(1, len(found['residuals']) + 1), found['residuals'], 'o-', color=COLOURS[0])
-        panels[1].set(title='fixed point', xlabel='pass', ylabel='largest relative change', yscale='log')
-        panels[2].plot(list(found['carried']), list(found['carried'].values()), 'o-', color=COLOURS[0])
-        panels[2].set(title='memory at t set to 0', xlabel='tokens later', ylabel='nats lost', xscale='symlog')
-        picture.savefig(figure, dpi=150)
+        with drawing(figure, 1, 3, figsize=(12, 3.4)) as (_, panels):
+            if 'moved' in found:
+                panels[0].bar(list(gates), list(gates.values()), color=COLOURS[:2])
+            else:
+                panels[0].plot(list(gates), [list(gate.values()) for gate in gates.values()], label=['loc', 'rec'])
+                panels[0].legend()
+            panels[0].set(title='gates', xlabel='gate' if 'moved' in found else 'layer', ylabel='mean')
+            panels[1].plot(range(1, len(residuals) + 1), residuals)
+            panels[1].set(title='fixed point', xlabel='pass', ylabel='largest relative change', yscale='log')
+            panels[2].plot(list(carried), list(carried.values()))
+            panels[2].set(title='memory at t set to 0', xlabel='tokens later', ylabel='nats lost', xscale='symlog')
+
+
+COLOURS = [f'tab:{name}' for name in 'blue orange green purple brown gray olive'.split()]
+
+
+@contextlib.contextmanager
+def drawing(path, *shape, **given):
+    """A figure and its panels (rows and columns in `shape`), written to the file `path` in the end."""
+    import matplotlib  # slow to import, and most commands draw nothing
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    cycle = plt.cycler(color=COLOURS) + plt.cycler(marker='osD^v<>')
+    with plt.rc_context({'axes.prop_cycle': cycle, 'lines.markersize': 4}):
+        figure, panels = plt.subplots(*shape, layout='constrained', **given)
+        yield figure, panels
+        figure.savefig(path, dpi=150)
 
 
 def draw_curves(folders, path):
     """Training loss, and validation loss as markers, against tokens, a line a folder."""
-    picture, panel = pyplot().subplots(figsize=(7, 4), layout='constrained')
-    for i, folder in enumerate(folders):
-        try:
-            with open(os.path.join(folder, 'log.jsonl'), encoding='utf-8') as f:
-                lines = [json.loads(line) for line in f]
-        except (OSError, ValueError) as e:
-            raise ConfigError(f'curves={folder}: its log.jsonl cannot be read ({e}).') from None
-        style = dict(color=COLOURS[i % 7])
-        train = [(line['step'], line['loss']) for line in lines if 'loss' in line]
-        val = [(line['step'], (line['val_exact'] or line['val'])['loss']) for line in lines if 'val' in line]
-        panel.plot(*zip(*train, strict=True), alpha=0.4, linewidth=1, **style)
-        panel.plot(*zip(*val, strict=True), 'osD^v<>'[i % 7] + '-', markersize=4, label=os.path.basename(folder), **style)
-    panel.set(xlabel='update', ylabel='loss (nats a token): training faint, validation as decoded')
-    panel.legend()
-    picture.savefig(path, dpi=150)
+    with drawing(path, figsize=(7, 4)) as (_, panel):
+        for folder in folders:
+            try:
+                lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text(encoding='utf-8').splitlines()]
+            except (OSError, ValueError) as e:
+                raise ConfigError(f'curves={folder}: its log.jsonl cannot be read ({e}).') from None
+            train = [(line['step'], line['loss']) for line in lines if 'loss' in line]
+            val = [(line['step'], (line['val_exact'] or line['val'])['loss']) for line in lines if 'val' in line]
+            (drawn,) = panel.plot(*zip(*val, strict=True), label=os.path.basename(folder))
+            panel.plot(*zip(*train, strict=True), alpha=0.4, linewidth=1, color=drawn.get_color(), marker='')
+        panel.set(xlabel='update', ylabel='loss (nats a token): training faint, validation as decoded')
+        panel.legend()
 
 
 def draw_overview(path):
     """The two recurrences on a stack of layers over three tokens, and which positions each pass of each schedule touches."""
-    plt = pyplot()
-    layers, T = 6, 8
-    picture, panels = plt.subplots(1, 2 + 4, figsize=(15, 4.2), layout='constrained', width_ratios=[2.3, 2.3, 1, 1, 1, 1])
-    for panel, title, span in ((panels[0], 'T2MLR', range(2, 4)), (panels[1], 'LRT', range(layers))):
-        for t in range(3):
+    layers, T, blue, orange = 6, 8, *COLOURS[:2]
+    with drawing(path, 1, 2 + 4, figsize=(15, 4.2), width_ratios=[2.3, 2.3, 1, 1, 1, 1]) as (picture, panels):
+        t2mlr, lrt, *rest = panels
+        for panel, title, span, alpha in ((t2mlr, 'T2MLR', range(2, 4), 0.9), (lrt, 'LRT', range(layers), 0.45)):
             for layer in range(layers):
-                inside = layer in span
-                box = plt.Rectangle((t - 0.28, layer), 0.56, 0.7, facecolor=COLOURS[0] if inside else '0.88', edgecolor='0.3')
-                box.set_alpha(0.45 if inside and title == 'LRT' else 0.9)
-                panel.add_patch(box)
-            panel.text(t, -0.5, ('t - 1', 't', 't + 1')[t], ha='center')
-        arrow = dict(arrowstyle='->', color=COLOURS[1], linewidth=1.8)
-        for t in range(2):
-            if title == 'T2MLR':
-                panel.annotate('', (t + 0.72, 2.1), (t + 0.28, 3.6), arrowprops=arrow)
-            else:
-                for layer in range(layers):
-                    panel.annotate('', (t + 0.72, layer + 0.35), (t + 0.28, 4.35), arrowprops=arrow | {'linewidth': 1.0})
-        panel.set(xlim=(-0.6, 2.6), ylim=(-0.8, layers + 0.1), title=title, xticks=[], yticks=[i + 0.35 for i in range(layers)])
-        panel.set_yticklabels([str(i) for i in range(layers)])
-        panel.set_ylabel('layer' if title == 'T2MLR' else '')
-        panel.spines[:].set_visible(False)
-    shown = (Schedule('jacobi', 3, 2), Schedule('interleaved'), Schedule('chunked', chunk_size=3), SEQUENTIAL)
-    for panel, schedule in zip(panels[2:], shown, strict=True):
-        passes = schedule.passes(T)
-        for row, positions in enumerate(passes):
-            reads = row > 0 or not schedule.initial
-            graded = row >= len(passes) - schedule.n_graded(T)
-            for p in positions:
-                colour = COLOURS[1] if reads else '0.75'
-                panel.add_patch(plt.Rectangle((p, -row), 0.86, 0.8, facecolor=colour, alpha=1.0 if graded else 0.35))
-        about = f' {schedule.d_forward}, {schedule.d_backward}' if schedule.schedule == 'jacobi' else ''
-        panel.set(xlim=(-0.2, T), ylim=(-T + 0.8, 1), title=schedule.schedule + about, xlabel='position', xticks=[], yticks=[])
-        panel.spines[:].set_visible(False)
-    panels[2].set_ylabel('pass (first on top)')
-    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=c, alpha=a) for c, a in (('0.75', 1), (COLOURS[1], 1), (COLOURS[1], 0.35))]
-    picture.legend(handles, ['without memory', 'reads the memory', 'without gradient'], loc='outside lower right', ncols=3)
-    picture.savefig(path, dpi=150)
+                face = dict(color=blue, alpha=alpha) if layer in span else dict(color='0.88', alpha=0.9)
+                panel.bar(range(3), 0.7, 0.56, bottom=layer, edgecolor='0.3', **face)
+            reads = [(2.1, 3.6, 1.8)] if panel is t2mlr else [(layer + 0.35, 4.35, 1.0) for layer in range(layers)]
+            for t in range(2):  # where the memory arrives, where it comes from, width of the arrow
+                for to, source, width in reads:
+                    arrow = dict(arrowstyle='->', color=orange, linewidth=width)
+                    panel.annotate('', (t + 0.72, to), (t + 0.28, source), arrowprops=arrow)
+            panel.set(xlim=(-0.6, 2.6), ylim=(-0.1, layers + 0.1), title=title, ylabel='layer' if panel is t2mlr else '')
+            panel.set_xticks(range(3), ['t - 1', 't', 't + 1'])
+            panel.set_yticks([layer + 0.35 for layer in range(layers)], range(layers))
+        shown = (Schedule('jacobi', 3, 2), Schedule('interleaved'), Schedule('chunked', chunk_size=3), SEQUENTIAL)
+        for panel, schedule in zip(rest, shown, strict=True):
+            passes = schedule.passes(T)
+            for row, positions in enumerate(passes):
+                colour = orange if row or not schedule.initial else '0.75'
+                alpha = 1.0 if row >= len(passes) - schedule.n_graded(T) else 0.35
+                panel.bar(positions, 0.8, 0.86, bottom=-row, align='edge', color=colour, alpha=alpha)
+            about = f' {schedule.d_forward}, {schedule.d_backward}' if schedule.schedule == 'jacobi' else ''
+            panel.set(xlim=(-0.2, T), ylim=(-T + 0.8, 1), title=schedule.schedule + about, xlabel='position')
+            panel.set(xticks=[], yticks=[], ylabel='pass (first on top)' if panel is rest[0] else '')
+        for panel in panels:
+            panel.spines[:].set_visible(False)
+            panel.tick_params(length=0)
+        meanings = {'without memory': ('0.75', 1), 'reads the memory': (orange, 1), 'without gradient': (orange, 0.35)}
+        handles = [rest[0].bar(0, 0, color=colour, alpha=alpha) for colour, alpha in meanings.values()]
+        picture.legend(handles, meanings, loc='outside lower right', ncols=3)
 
 
-# CORE (DCLM): task of the harness, examples before the question, metric, accuracy of guessing. Jeopardy, the completion form of
-# SQuAD and a second count of HellaSwag have no equal there, so the average is over the other 19 of the 22.
+# CORE (DCLM): examples before the question, metric, accuracy of guessing: the tasks of the harness with these. Jeopardy, the
+# completion form of SQuAD and a second count of HellaSwag have no equal there, so the average is over the other 19 of the 22.
 CORE = {
-    'agieval_lsat_ar': (3, 'acc', 0.25),
-    'arc_easy': (10, 'acc', 0.25),
-    'arc_challenge': (10, 'acc', 0.25),
-    'bigbench_cs_algorithms_generate_until': (10, 'exact_match', 0.0),
-    'bigbench_dyck_languages_generate_until': (10, 'exact_match', 0.0),
-    'bigbench_language_identification_multiple_choice': (10, 'acc', 0.25),
-    'bigbench_operators_generate_until': (10, 'exact_match', 0.0),
-    'bigbench_qa_wikidata_generate_until': (10, 'exact_match', 0.0),
-    'bigbench_repeat_copy_logic_generate_until': (10, 'exact_match', 0.0),
-    'boolq': (10, 'acc', 0.5),
-    'commonsense_qa': (10, 'acc', 0.2),
-    'copa': (0, 'acc', 0.5),
-    'coqa': (0, 'em', 0.0),
-    'hellaswag': (10, 'acc_norm', 0.25),
-    'lambada_openai': (0, 'acc', 0.0),
-    'openbookqa': (0, 'acc', 0.25),
-    'piqa': (10, 'acc', 0.5),
-    'winogrande': (0, 'acc', 0.5),
-    'wsc273': (0, 'acc', 0.5),
+    (0, 'acc', 0.0): 'lambada_openai',
+    (0, 'acc', 0.25): 'openbookqa',
+    (0, 'acc', 0.5): 'copa winogrande wsc273',
+    (0, 'em', 0.0): 'coqa',
+    (3, 'acc', 0.25): 'agieval_lsat_ar',
+    (10, 'acc', 0.2): 'commonsense_qa',
+    (10, 'acc', 0.25): 'arc_easy arc_challenge bigbench_language_identification_multiple_choice',
+    (10, 'acc', 0.5): 'boolq piqa',
+    (10, 'acc_norm', 0.25): 'hellaswag',
+    (10, 'exact_match', 0.0): 'bigbench_cs_algorithms_generate_until bigbench_dyck_languages_generate_until '
+    'bigbench_operators_generate_until bigbench_qa_wikidata_generate_until bigbench_repeat_copy_logic_generate_until',
 }
+CORE = {task: about for about, tasks in CORE.items() for task in tasks.split()}
 
 
 def score_continuations(model, pairs, batch_size):
@@ -435,25 +409,18 @@ def score_continuations(model, pairs, batch_size):
     Raises ConfigError for a continuation longer than the context of the model.
     """
     T, device = model.config.block_size, model.embed.weight.device
-    found = [None] * len(pairs)
-    order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
-    for low in tqdm(range(0, len(pairs), batch_size), unit='batch', leave=False, disable=None):
+    if (n := max((len(continuation) for _, continuation in pairs), default=0)) > T:
+        raise ConfigError(f'a continuation of {n} tokens does not fit the context of {T}.')
+    rows, found = [(context + continuation)[-T - 1 :] for context, continuation in pairs], [None] * len(pairs)
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    for low in tqdm(range(0, len(rows), batch_size), unit='batch', leave=False, disable=None):
         chosen = order[low : low + batch_size]
-        rows = []
-        for i in chosen:
-            context, continuation = pairs[i]
-            if len(continuation) > T:
-                raise ConfigError(f'a continuation of {len(continuation)} tokens does not fit the context of {T}.')
-            rows.append((context + continuation)[-T - 1 :])
-        longest = max(map(len, rows)) - 1
-        x = torch.tensor(
-            [row[:-1] + [0] * (longest + 1 - len(row)) for row in rows], device=device
-        )  # what follows changes nothing
-        p = model(x, schedule=SEQUENTIAL if longest <= 256 else converged(longest)).double().log_softmax(-1)
-        for i, row, logp in zip(chosen, rows, p, strict=True):
-            n = len(pairs[i][1])
-            target = torch.tensor(row[-n:], device=device)[:, None]
-            logp = logp[len(row) - 1 - n : len(row) - 1]
+        longest = len(rows[chosen[0]]) - 1
+        padded = [rows[i][:-1] + [0] * (longest + 1 - len(rows[i])) for i in chosen]  # what follows changes nothing
+        p = model(torch.tensor(padded, device=device), schedule=exactly(longest)).double().log_softmax(-1)
+        for i, logp in zip(chosen, p, strict=True):
+            end, n = len(rows[i]) - 1, len(pairs[i][1])
+            target, logp = torch.tensor(rows[i][-n:], device=device)[:, None], logp[end - n : end]
             found[i] = logp.gather(-1, target).sum().item(), bool((logp.argmax(-1, keepdim=True) == target).all())
     return found
 
@@ -465,72 +432,57 @@ def harness(model, meta, batch_size, kept, opens=True):
     """
     try:
         from lm_eval.api.model import LM
-        from lm_eval.utils import get_rolling_token_windows
+        from lm_eval.models.utils import Collator
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     except ImportError:
         raise ConfigError('lm_eval needs the harness; install it with pip install lm-eval.') from None
 
-    def in_batches(kind, requests, measure):
-        asked = [request.args for request in requests]
-        name = f'{kind} {hashlib.sha256(json.dumps(asked).encode()).hexdigest()}'
-        size = 16 * batch_size  # so many are sorted by length
-        parts = kept.batches(name, range(0, len(asked), size), lambda low: measure(asked[low : low + size]))
-        return [result for part in parts for result in part]
+    def kept_in_parts(measure):
+        """A method of the harness, of a function from the arguments of some requests to their results."""
+
+        def method(self, requests):
+            asked = [request.args for request in requests]
+            name = f'{measure.__name__} {hashlib.sha256(json.dumps(asked).encode()).hexdigest()}'
+            size = 16 * batch_size  # so many are sorted by length
+            parts = kept.batches(name, range(0, len(asked), size), lambda low: measure(asked[low : low + size]))
+            return [tuple(result) if isinstance(result, list) else result for part in parts for result in part]
+
+        return method
 
     def opening(context):
         return [meta['document_token']] if opens or not context else []
 
-    def score(asked):
-        pairs = []
-        for context, continuation in asked:
-            spaces = len(context) - len(context.rstrip())  # a token may begin with them, so they go with what follows
-            context, continuation = context[: len(context) - spaces], context[len(context) - spaces :] + continuation
-            n = len(encode(meta, context))
-            ids = encode(meta, context + continuation)
-            pairs.append(([*opening(ids[:n]), *ids[:n]], ids[n:]))
-        return score_continuations(model, pairs, batch_size)
+    class Harness(LM):
+        @kept_in_parts
+        def loglikelihood(asked):
+            pairs = []
+            for context, continuation in asked:
+                context, whole = context.rstrip(), context + continuation  # a token may begin with the spaces between them
+                n, ids = len(encode(meta, context)), encode(meta, whole)
+                pairs.append(([*opening(ids[:n]), *ids[:n]], ids[n:]))
+            return score_continuations(model, pairs, batch_size)
 
-    def score_whole(asked):
-        pairs, owner, total = [], [], [0.0] * len(asked)
-        for number, (text,) in enumerate(asked):
-            windows = get_rolling_token_windows(encode(meta, text), meta['document_token'], model.config.block_size, 1)
-            for context, predicted in windows:
-                pairs.append((context[: len(context) - len(predicted) + 1], predicted))
-                owner.append(number)
-        for number, (logp, _) in zip(owner, score_continuations(model, pairs, batch_size), strict=True):
-            total[number] += logp
-        return total
+        @kept_in_parts
+        def loglikelihood_rolling(asked):
+            ids = (encode(meta, text) for (text,) in asked)
+            windows = [list(get_rolling_token_windows(of, meta['document_token'], model.config.block_size, 1)) for of in ids]
+            pairs = [make_disjoint_window(window) for of in windows for window in of]
+            scores = iter(score_continuations(model, pairs, batch_size))
+            return [sum(next(scores)[0] for _ in of) for of in windows]
 
-    def complete(asked):
-        texts, order = [''] * len(asked), sorted(range(len(asked)), key=lambda i: (str(asked[i][1]), len(asked[i][0])))
-        for _, same in groupby(order, key=lambda i: asked[i][1]):  # what is decoded together has the same settings
-            same = list(same)
-            for low in range(0, len(same), batch_size):
-                chosen = same[low : low + batch_size]
-                given = asked[chosen[0]][1]
-                length = min(given.get('max_gen_toks', 256), model.config.block_size - 1)
+        @kept_in_parts
+        def generate_until(asked):
+            texts, T = [], model.config.block_size
+            batches = Collator(asked, sort_fn=lambda request: len(request[0]), group_by='gen_kwargs')  # of equal settings
+            for batch in batches.get_batched(batch_size):
+                given, stops = batch[0][1], batch[0][1].get('until') or []
+                length = min(given.get('max_gen_toks', 256), T - 1)
                 temperature = given.get('temperature', 1.0) if given.get('do_sample', False) else 0.0
                 config = SampleConfig(max_tokens=length, temperature=temperature, jacobi_tol=1e-5)
-                stops = given.get('until') or []
-                rows = [Text(meta, [stops] if isinstance(stops, str) else stops) for _ in chosen]
-                prompts = [encode(meta, asked[i][0]) for i in chosen]
-                decoder = Decoder(model, config)
-                decoder.read([[*opening(ids), *ids][-(model.config.block_size - length + 1) :] for ids in prompts])
-                generators = [torch.Generator().manual_seed(config.seed) for _ in chosen]
-                generate(decoder, config, lambda i, token, likelihood, rows=rows: rows[i].push(token, likelihood), generators)
-                for i, row in zip(chosen, rows, strict=True):
-                    row.close('length')
-                    texts[i] = row.text
-        return texts
-
-    class Harness(LM):
-        def loglikelihood(self, requests):
-            return [tuple(pair) for pair in in_batches('loglikelihood', requests, score)]
-
-        def loglikelihood_rolling(self, requests):
-            return in_batches('loglikelihood_rolling', requests, score_whole)
-
-        def generate_until(self, requests):
-            return in_batches('generate_until', requests, complete)
+                prompts = (encode(meta, context) for context, _ in batch)
+                prompts = [[*opening(ids), *ids][-(T - length + 1) :] for ids in prompts]
+                texts += complete(model, meta, prompts, config, [stops] if isinstance(stops, str) else stops)
+            return batches.get_original(texts)
 
     return Harness()
 
@@ -542,10 +494,9 @@ def run_harness(lm, config):
 
     manager = TaskManager(include_path=config.lm_tasks or None)
     shared = dict(model=lm, task_manager=manager, limit=config.limit or None, bootstrap_iters=0)
-    found = {}
-    names = list(CORE) if config.lm_eval == 'core' else config.lm_eval.split(',')
-    for name in names:
-        shots = CORE[name][0] if config.lm_eval == 'core' else config.num_fewshot
+    core, found = config.lm_eval == 'core', {}
+    for name in CORE if core else config.lm_eval.split(','):
+        shots = CORE[name][0] if core else config.num_fewshot
         try:
             scores = lm_eval.simple_evaluate(tasks=[name], num_fewshot=None if shots < 0 else shots, **shared)['results']
         except (ValueError, KeyError, OSError) as e:
@@ -554,11 +505,17 @@ def run_harness(lm, config):
             numbers = {k.partition(',')[0]: v for k, v in values.items() if isinstance(v, float) and 'stderr' not in k}
             found[task] = numbers
             print(f'{task:<50}' + '  '.join(f'{k} {v:.4f}' for k, v in numbers.items()))
-    if config.lm_eval == 'core':
+    if core:
         centred = [(found[name][metric] - guess) / (1 - guess) for name, (_, metric, guess) in CORE.items()]
         found['CORE'] = {'centred': sum(centred) / len(centred)}
         print(f'{"CORE":<50}centred {found["CORE"]["centred"]:.4f}')
     return found
+
+
+def print_markdown(head, rows):
+    """A table for the README: texts, the first column to the left."""
+    for row in (head, ['---', *['---:'] * (len(head) - 1)], *rows):
+        print('|' + ''.join(f' {cell} |' if cell else ' |' for cell in row))
 
 
 def print_table(head, rows):
@@ -572,25 +529,18 @@ def print_table(head, rows):
 @torch.no_grad()
 def evaluate(path, config):
     """Measures one checkpoint: {'checkpoint', 'update', 'data', 'split'} and, for each schedule, what score_* returns."""
-    folder = path.removeprefix('hf:')
-    load = load_model if folder == path else load_folder
-    model, checkpoint = load(folder, pick_device(config.device))
+    model, checkpoint = load(path, pick_device(config.device))
+    folder, meta, pretrained = os.path.dirname(path), checkpoint['meta'], path.startswith('hf:')
     if config.lm_eval:
-        if checkpoint['meta']['kind'] == 'task' and checkpoint['meta'].get('aligned', True):
+        if meta['kind'] == 'task' and meta.get('aligned', True):
             raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')
-        name = os.path.join(os.path.dirname(path) if folder == path else '.', 'eval-lm_eval.json')
-        stamp = os.stat(path).st_mtime_ns if folder == path else path
-        kept = Kept(name + '.part', {'checkpoint': stamp, 'batch_size': config.batch_size})
-        lm = harness(model, checkpoint['meta'], config.batch_size, kept, folder == path)
-        found = {'checkpoint': path, 'lm_eval': run_harness(lm, config)}
-        with open(name, 'w', encoding='utf-8') as f:
-            json.dump(found, f, indent=1)
-        kept.remove()
-        return found
-    if folder != path:
+        identity = {'checkpoint': path if pretrained else os.stat(path).st_mtime_ns, 'batch_size': config.batch_size}
+        kept = Kept(os.path.join('.' if pretrained else folder, 'eval-lm_eval.json.part'), identity)
+        lm = harness(model, meta, config.batch_size, kept, not pretrained)
+        return kept.finish({'checkpoint': path, 'lm_eval': run_harness(lm, config)})
+    if pretrained:
         raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; data is for checkpoints of train.py.')
-    saved = checkpoint['config']
-    data = Dataset(config.data_dir or saved['data_dir'])
+    data = Dataset(config.data_dir or checkpoint['config']['data_dir'])
     split = config.split or ('val' if data.is_text else 'test')
     if split not in data.meta['splits']:
         raise ConfigError(f'split={split} is not in {data.folder}; choose from {", ".join(data.meta["splits"])}.')
@@ -604,48 +554,42 @@ def evaluate(path, config):
         if not data.is_text:
             raise ConfigError(f'diagnose=True reads texts, and {data.folder} is a task.')
         return {'checkpoint': path, **diagnose(model, data, split, config)}
-    answers = data.meta.get('aligned', True) is False
-    score = score_text if data.is_text else score_task
-    name = os.path.join(os.path.dirname(path), f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json')
-    settings = {key: getattr(config, key) for key in ('batch_size', 'max_batches', 'passes', 'exact')}
-    kept = Kept(name + '.part', settings | {'checkpoint': os.stat(path).st_mtime_ns, 'data': data.meta['splits'][split]})
-    found = {'decoded': score_answers(model, data, split, config, kept)} if answers else {}
-    found = found or {how: score(model, data, split, schedule, config, kept) for how, schedule in schedules(saved).items()}
     about = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
     about |= provenance(path, model, checkpoint, data)
-    trained = {} if data.is_text else checkpoint['meta'].get('settings', {})  # of the training's dataset, not of this one
+    answers = data.meta.get('aligned', True) is False
+    trained = {} if data.is_text else meta.get('settings', {})  # of the training's dataset, not of this one
     if lengths := trained.get('depth' if answers else 'steps'):  # questions of a file have none to choose
         about['trained_length'] = max(int(n) for n in lengths.split('-'))
-    with open(name, 'w', encoding='utf-8') as f:
-        json.dump(about | found, f, indent=1)
-    kept.remove()
-    return about | found
+    identity = {key: getattr(config, key) for key in ('batch_size', 'max_batches', 'passes', 'exact')}
+    identity |= {'checkpoint': os.stat(path).st_mtime_ns, 'data': data.meta['splits'][split]}
+    kept = Kept(os.path.join(folder, f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json.part'), identity)
+    if answers:
+        return kept.finish(about | {'decoded': score_answers(model, data, split, config, kept)})
+    score = score_text if data.is_text else score_task
+    measured = schedules(checkpoint['config']).items()
+    return kept.finish(about | {how: score(model, data, split, schedule, config, kept) for how, schedule in measured})
 
 
 def provenance(path, model, checkpoint, data):
     """What produced a checkpoint: its settings, its cost in operations and seconds, the code, the data and the machine."""
     config = TrainConfig(**checkpoint['config'])
-    defaults = asdict(TrainConfig())
     flops = count_flops(model, config, config.block_size)
     tokens = config.batch_size * config.block_size
     seconds, last = 0.0, 0
     log = os.path.join(os.path.dirname(path), 'log.jsonl')
-    if os.path.isfile(log):
-        with open(log, encoding='utf-8', errors='replace') as f:
-            for line in f:
-                with contextlib.suppress(ValueError, LookupError, TypeError, ZeroDivisionError):
-                    values = json.loads(line)
-                    seconds, last = seconds + (values['step'] - last) * tokens / values['tokens_per_s'], values['step']
-    revision = subprocess.run(
-        ['git', '-C', os.path.dirname(os.path.abspath(__file__)), 'rev-parse', 'HEAD'], capture_output=True, text=True
-    )
+    with contextlib.suppress(FileNotFoundError), open(log, encoding='utf-8', errors='replace') as f:
+        for line in f:
+            with contextlib.suppress(ValueError, LookupError, TypeError, ZeroDivisionError):
+                values = json.loads(line)
+                seconds, last = seconds + (values['step'] - last) * tokens / values['tokens_per_s'], values['step']
+    git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
     return {
-        'settings': {k: v for k, v in asdict(config).items() if v != defaults[k]},
+        'settings': {k: v for k, v in asdict(config).items() if v != getattr(TrainConfig, k)},
         'parameters': sum(count_parameters(model).values()),
         'training_flops': flops['step'] * tokens * checkpoint['step'],
         'step_flops_ratio': flops['step'] / flops['plain_step'],
         'training_seconds': round(seconds, 3),
-        'revision': revision.stdout.strip() or None,
+        'revision': git.stdout.strip() or None,
         'data_sha256': {name: of['sha256'] for name, of in data.meta['splits'].items()},
         'machine': f'{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}',
     }
@@ -654,81 +598,74 @@ def provenance(path, model, checkpoint, data):
 def read_study(folder):
     """{cell: [what evaluate returned, a seed each]} of the files NAME-SEED.json in `folder`; raises ConfigError for none."""
     cells = {}
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), '*-*.json'))):
+    for path in sorted(Path(folder).glob('*-*.json')):
         try:
-            with open(path, encoding='utf-8') as f:
-                found = json.load(f)
+            found = json.loads(path.read_text(encoding='utf-8'))
             missing = {'training_flops', 'training_seconds', 'parameters'} - found.keys()
             if missing or not {'training', 'decoded'} & found.keys():
                 raise ValueError('it is no measurement of a checkpoint')
         except (ValueError, AttributeError) as e:
             raise ConfigError(f'{path} cannot be read ({e}); delete it and measure again.') from None
-        cells.setdefault(os.path.basename(path).rpartition('-')[0], []).append(found)
+        cells.setdefault(path.name.rpartition('-')[0], []).append(found)
     if not cells:
         raise ConfigError(f'study={folder} holds no results; files there are called NAME-SEED.json.')
+    if len({tuple(summary(run)) for runs in cells.values() for run in runs}) > 1:
+        raise ConfigError(f'study={folder} holds results of different tasks; give each a folder.')
     return cells
 
 
-def report_tasks(cells, config):
-    """A table in Markdown of accuracies, mean over seeds: by depth, or at the longest trained step and twice and four times as
-    far; and all steps or depths as a figure, of the first seed."""
+def study_row(runs):
+    """(what it is ranked by, rising; {score: mean over seeds}; {column: its text}) of a cell. Texts: bits per byte. Tasks:
+    accuracies, by depth, or at the longest trained step and twice and four times as far."""
+    first, seconds = runs[0], {}
 
     def accuracies(run):
         if 'decoded' in run:
             return summary(run)
-        n, scores = run['trained_length'], run.get('exact', run['training'])
-        return {
-            f'{name}, step {k}': of['by_position'][str(k)]
-            for name, of in scores.items()
-            for k in (n, 2 * n, 4 * n)
-            if str(k) in of['by_position']
-        }
+        steps = [str(run['trained_length'] * far) for far in (1, 2, 4)]
+        return {f'{name}, step {n}': of[n] for name, of in curves(run).items() for n in steps if n in of}
 
-    table = {cell: [accuracies(run) for run in runs] for cell, runs in cells.items()}
-    names = list(next(iter(table.values()))[0])
-    rows = [(cell, *(np.mean([found[name] for found in runs]) for name in names)) for cell, runs in table.items()]
-    print(f'| cell | {" | ".join(names)} | operations, 1e12 | parameters | seeds |')
-    print(f'| --- |{" ---: |" * (len(names) + 3)}')
-    for cell, *means in sorted(rows, key=lambda row: -sum(row[1:])):
-        first = cells[cell][0]
-        shares = ' | '.join(f'{100 * mean:.1f}%' for mean in means)
-        print(f'| {cell} | {shares} | {first["training_flops"] / 1e12:,.0f} | {first["parameters"]:,} | {len(cells[cell])} |')
-    if config.json:
-        print(json.dumps({cell: dict(zip(names, means, strict=True)) for cell, *means in rows}))
-    if config.figure:
-        draw({cell: runs[0] for cell, runs in cells.items()}, config.figure)
+    if summary(first):
+        found = [accuracies(run) for run in runs]
+        means = {name: np.mean([of[name] for of in found]) for name in found[0]}
+        rank, shown = -sum(means.values()), {name: f'{mean:.1%}' for name, mean in means.items()}
+    else:
+        exact = [decoding(run)['bits_per_byte'] for run in runs]
+        trained = np.mean([run['training']['bits_per_byte'] for run in runs])
+        rank, means = np.mean(exact), {'bits_per_byte': np.mean(exact), 'training_schedule': trained}
+        shown = {'training schedule': f'{trained:.4f}', 'exact decoding': f'{rank:.4f}'}
+        shown['spread of seeds'] = f'{max(exact) - min(exact):.4f}' if len(runs) > 1 else '-'
+        seconds = {'seconds': f'{np.mean([run["training_seconds"] for run in runs]):.0f}'}
+    shown |= {'operations, 1e12': f'{first["training_flops"] / 1e12:,.0f}', **seconds, 'parameters': f'{first["parameters"]:,}'}
+    return rank, means, shown | {'seeds': str(len(runs))}
 
 
 def report_study(cells, config):
-    """A table in Markdown of bits per byte (mean over seeds) against cost; and the same as a figure."""
-    rows = []
-    for cell, runs in cells.items():
-        exact = [run.get('exact', run['training'])['bits_per_byte'] for run in runs]
-        trained = [run['training']['bits_per_byte'] for run in runs]
-        cost = runs[0]['training_flops'], np.mean([run['training_seconds'] for run in runs])
-        rows.append((cell, np.mean(trained), np.mean(exact), max(exact) - min(exact), *cost, runs[0]['parameters'], len(runs)))
-    rows.sort(key=lambda row: row[2])
-    print('| cell | training schedule | exact decoding | spread of seeds | operations, 1e12 | seconds | parameters | seeds |')
-    print('| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |')
-    for cell, trained, exact, spread, flops, seconds, parameters, seeds in rows:
-        apart = f'{spread:.4f}' if seeds > 1 else '-'
-        costs = f'{flops / 1e12:,.0f} | {seconds:.0f} | {parameters:,} | {seeds}'
-        print(f'| {cell} | {trained:.4f} | {exact:.4f} | {apart} | {costs} |')
+    """The table of a study in Markdown, and its figure: of tasks the steps or depths of the first seed, of texts the costs."""
+    rows = sorted(((cell, *study_row(runs)) for cell, runs in cells.items()), key=lambda row: row[1])
+    print_markdown(['cell', *rows[0][-1]], [[cell, *shown.values()] for cell, *_, shown in rows])
     if config.json:
-        print(json.dumps({cell: {'bits_per_byte': exact, 'training_schedule': trained} for cell, trained, exact, *_ in rows}))
-    if config.figure:
-        picture, panel = pyplot().subplots(figsize=(8, 4.6), layout='constrained')
-        families = sorted({row[0].split('-')[0] for row in rows})
-        for i, (cell, _, exact, _, flops, *_) in enumerate(rows):
+        print(json.dumps({cell: means for cell, _, means, _ in rows}))
+    firsts = {cell: runs[0] for cell, runs in cells.items()}
+    if config.figure and summary(firsts[rows[0][0]]):
+        draw(firsts, config.figure)
+    elif config.figure:
+        draw_costs({cell: (firsts[cell]['training_flops'] / 1e12, bits) for cell, bits, *_ in rows}, config.figure)
+
+
+def draw_costs(points, path):
+    """Bits per byte against the operations (1e12) of the training, of {cell: (operations, bits)}, a colour a family."""
+    families = sorted({cell.split('-')[0] for cell in points})
+    with drawing(path, figsize=(8, 4.6)) as (picture, panel):
+        for i, (cell, (flops, bits)) in enumerate(points.items()):
             colour = COLOURS[families.index(cell.split('-')[0]) % 7]
-            style = dict(marker='osD^v<>pP*Xhd'[i % 13], color=colour, markeredgecolor='0.2', linestyle='')
-            panel.plot(flops / 1e12, exact, label=f'{exact:.3f}  {cell}', **style)
-        plain = sorted((row[4] / 1e12, row[2]) for row in rows if row[0].split('-')[0] == 'plain')
+            style = dict(marker='osD^v<>pP*Xhd'[i % 13], markersize=6, color=colour, markeredgecolor='0.2', linestyle='')
+            panel.plot(flops, bits, label=f'{bits:.3f}  {cell}', **style)
+        plain = sorted(point for cell, point in points.items() if cell.split('-')[0] == 'plain')
         if plain:  # the transformer itself, at several costs
-            panel.plot(*zip(*plain, strict=True), color='0.5', linewidth=1, zorder=0)
+            panel.plot(*zip(*plain, strict=True), color='0.5', linewidth=1, marker='', zorder=0)
         panel.set(xscale='log', xlabel='operations of the training (1e12)', ylabel='bits per byte, exact decoding')
         picture.legend(loc='outside right upper', fontsize=8)
-        picture.savefig(config.figure, dpi=150)
 
 
 def report(found):
@@ -740,20 +677,31 @@ def report(found):
         return print_table([f'{answers["answers"]} answers', 'exact match'], rows)
     measured = {name: found[name] for name in ('training', 'exact') if name in found}
     if not summary(found):
-        rows = [[name, f['bits_per_byte'], f['nats_per_token'], f['tokens']] for name, f in measured.items()]
+        rows = [[name, of['bits_per_byte'], of['nats_per_token'], of['tokens']] for name, of in measured.items()]
         rows += [[name, bits, '', ''] for name, bits in found['training'].get('passes', {}).items()]
         print_table(['schedule', 'bits per byte', 'nats per token', 'tokens'], rows)
         print()
         buckets = found['training']['by_position']
-        rows = [[bucket, *(f['by_position'][bucket] for f in measured.values())] for bucket in buckets]
+        rows = [[bucket, *(of['by_position'][bucket] for of in measured.values())] for bucket in buckets]
         return print_table(['position', *(f'bits per byte ({name})' for name in measured)], rows)
-    columns = [(schedule, score) for schedule, scores in measured.items() for score in scores]
+    columns = {f'{score} ({schedule})': of for schedule, scores in measured.items() for score, of in scores.items()}
     for by, label in (('by_position', 'step'), ('by_length', 'length'), ('last_by_length', 'length, last step')):
-        lengths = measured[columns[0][0]][columns[0][1]][by]
-        rows = [[n, *(measured[s][k][by].get(n, math.nan) for s, k in columns)] for n in lengths]
-        print_table([label, *(f'{k} ({s})' for s, k in columns)], rows)
+        lengths = next(iter(columns.values()))[by]
+        print_table([label, *columns], [[n, *(of[by].get(n, math.nan) for of in columns.values())] for n in lengths])
         print()
-    print_table(['all lengths', *(f'{k} ({s})' for s, k in columns)], [['', *(measured[s][k]['all'] for s, k in columns)]])
+    print_table(['all lengths', *columns], [['', *(of['all'] for of in columns.values())]])
+
+
+def decoding(found):
+    """The scores of exact decoding; a model without recurrence decodes as it was trained."""
+    return found.get('exact', found['training'])
+
+
+def curves(found):
+    """{score: {step, or depth of an answer: accuracy of decoding}} of a task."""
+    if 'decoded' in found:
+        return {'exact match': found['decoded']['by_depth']}
+    return {name: of['by_position'] for name, of in decoding(found).items()}
 
 
 def summary(found):
@@ -764,51 +712,44 @@ def summary(found):
         return {'exact match': found['decoded']['exact_match']} | {f'depth {d}': share for d, share in by_depth}
     if 'trained_length' not in found:
         return {}
-    scores, n = found.get('exact', found['training']), found['trained_length']
-    n = n if n in scores['state']['by_length'] else str(n)  # the keys of a file are texts
+    scores, n = decoding(found), str(found['trained_length'])
     state = {'state': scores['state']['by_length'].get(n), 'state_last': scores['state']['last_by_length'].get(n)}
-    return state | {name: f['by_length'].get(n) for name, f in scores.items() if name != 'state'}
-
-
-COLOURS = 'C0 C1 C2 C4 C5 C7 C8'.split()
-
-
-def pyplot():
-    """matplotlib.pyplot, drawing to files; raises ConfigError where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError('figure needs matplotlib; install it with pip install matplotlib.') from None
-    matplotlib.use('Agg')
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
+    return state | {name: of['by_length'].get(n) for name, of in scores.items() if name != 'state'}
 
 
 def draw(results, path):
     """Accuracy of decoding against the step, one panel a score, one line a checkpoint; of answers against their depth."""
-    plt = pyplot()
-
-    def curves(found):
-        if 'decoded' in found:
-            return {'exact match': found['decoded']['by_depth']}
-        return {name: scores['by_position'] for name, scores in found.get('exact', found['training']).items()}
-
     names = list(curves(next(iter(results.values()))))
-    figure, panels = plt.subplots(
-        1, len(names), figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False, layout='constrained'
-    )
-    for panel, name in zip(panels[0], names, strict=True):
-        for i, (label, found) in enumerate(results.items()):
-            points = curves(found)[name]
-            style = dict(marker='osD^v<>'[i % 7], color=COLOURS[i % 7], markersize=4)
-            panel.plot([int(step) for step in points], list(points.values()), label=label, **style)
-        if 'trained_length' in found:
-            panel.axvline(found['trained_length'] + 0.5, color='0.6', linestyle=':', linewidth=1)
-        panel.set(xlabel='depth' if 'decoded' in found else 'step of the example', title=name, ylim=(-0.03, 1.03))
-    panels[0][0].set_ylabel('accuracy (fraction)')
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc='outside upper center', ncols=min(len(results), 4))
-    figure.savefig(path, dpi=150)
+    shared = dict(figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False)
+    with drawing(path, 1, len(names), **shared) as (figure, panels):
+        for panel, name in zip(panels[0], names, strict=True):
+            for label, found in results.items():
+                points = curves(found)[name]
+                panel.plot([int(step) for step in points], list(points.values()), label=label)
+            if 'trained_length' in found:
+                panel.axvline(found['trained_length'] + 0.5, color='0.6', linestyle=':', linewidth=1)
+            panel.set(xlabel='depth' if 'decoded' in found else 'step of the example', title=name, ylim=(-0.03, 1.03))
+        panels[0][0].set_ylabel('accuracy (fraction)')
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc='outside upper center', ncols=min(len(results), 4))
+
+
+def compare(results, config):
+    """The table, the file and the figure of checkpoints that were measured on one task; of others there are none."""
+    kinds = {tuple(summary(found)) for found in results.values()}
+    if len(kinds) > 1 or () in kinds:
+        if config.results or config.figure:
+            raise ConfigError('results and figure summarise one task, and there is a text model among these, or another task.')
+        return
+    if len(results) > 1:
+        found = next(iter(results.values()))
+        where = '' if 'decoded' in found else f' at the longest trained length, {found["trained_length"]} steps'
+        print(f'\nexact decoding{where}')
+        print_table(['model', *summary(found)], [[name, *summary(of).values()] for name, of in results.items()])
+    if config.results:
+        with open(config.results, 'w', encoding='utf-8') as f:
+            json.dump({name: summary(found) for name, found in results.items()}, f, indent=2)
+    if config.figure:
+        draw(results, config.figure)
 
 
 def main(argv):
@@ -821,11 +762,7 @@ def main(argv):
         if config.curves:
             return draw_curves(config.curves.split(','), config.figure)
         if config.study:
-            cells = read_study(config.study)
-            kinds = {tuple(summary(run)) for runs in cells.values() for run in runs}
-            if len(kinds) > 1:
-                raise ConfigError(f'study={config.study} holds results of different tasks; give each a folder.')
-            return (report_study if kinds == {()} else report_tasks)(cells, config)
+            return report_study(read_study(config.study), config)
         results = {}
         paths = [find_checkpoint(part.strip()) for part in config.ckpt.split(',')]
         names = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
@@ -835,26 +772,8 @@ def main(argv):
                 report_diagnosis(found, config.figure)
             elif not config.lm_eval:
                 report(found)
-        if config.diagnose or config.lm_eval:
-            if config.json:
-                print(json.dumps(results if len(results) > 1 else found))
-            return
-        scores = {tuple(summary(found)) for found in results.values()}
-        task = len(scores) == 1 and () not in scores
-        if (config.results or config.figure) and not task:
-            raise ConfigError(
-                'results and figure summarise one task, and there is a text model among the checkpoints, or another task.'
-            )
-        if task and len(results) > 1:
-            rows = [[name, *summary(found).values()] for name, found in results.items()]
-            where = '' if 'decoded' in found else f' at the longest trained length, {found["trained_length"]} steps'
-            print(f'\nexact decoding{where}')
-            print_table(['model', *summary(found)], rows)
-        if config.results:
-            with open(config.results, 'w', encoding='utf-8') as f:
-                json.dump({name: summary(found) for name, found in results.items()}, f, indent=2)
-        if config.figure:
-            draw(results, config.figure)
+        if not config.diagnose and not config.lm_eval:
+            compare(results, config)
         if config.json:
             print(json.dumps(results if len(results) > 1 else found))
 

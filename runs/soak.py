@@ -6,18 +6,23 @@ memory on the way; exit code 1 when it grew after the warm-up.
 
 import contextlib
 import os
+import resource
 import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
 
 import sample
 import train
-from configurator import ConfigError, key, parse, reporting
+from configurator import ConfigError, fail, key, parse, reporting
 
-SIZE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=64', '--batch_size=4', '--threads=1', '--device=cpu']
-MODEL = ['--recurrence=t2mlr', '--l_start=1', '--l_end=1', '--schedule=jacobi', '--d_forward=3', '--d_backward=2']
-OFTEN = ['--eval_batches=1', '--eval_exact_batches=1', '--keep_best=True', '--log_interval=5', '--warmup_steps=10']
+SETTINGS = """
+    --n_layer=2 --n_head=2 --n_embd=32 --block_size=64 --batch_size=4 --threads=1 --device=cpu
+    --recurrence=t2mlr --l_start=1 --l_end=1 --schedule=jacobi --d_forward=3 --d_backward=2
+    --eval_batches=1 --eval_exact_batches=1 --keep_best=True --log_interval=5 --warmup_steps=10
+""".split()
 SLACK = 8.0  # MiB: what the allocator and a first use of rare code may add
 
 
@@ -36,13 +41,13 @@ class SoakConfig:
 
 def resident():
     """Memory of this process, in MiB."""
-    with open('/proc/self/status', encoding='ascii') as f:
-        return next(int(line.split()[1]) / 1024 for line in f if line.startswith('VmRSS'))
+    return int(Path('/proc/self/statm').read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def soak(config):
     """The memory after each evaluation and its samples, in MiB."""
     found, evaluate = [], train.evaluate
+    often = [f'--max_steps={config.updates}', f'--eval_interval={config.interval}', f'--keep_every={config.updates // 4}']
     with tempfile.TemporaryDirectory() as out:
 
         def watched(*args, **given):
@@ -52,16 +57,8 @@ def soak(config):
             found.append(resident())
             return result
 
-        train.evaluate = watched
-        try:
-            updates = [
-                f'--max_steps={config.updates}',
-                f'--eval_interval={config.interval}',
-                f'--keep_every={config.updates // 4}',
-            ]
-            train.main([*SIZE, *MODEL, *OFTEN, *updates, f'--data_dir={config.data_dir}', f'--out_dir={out}'])
-        finally:
-            train.evaluate = evaluate
+        with mock.patch.object(train, 'evaluate', watched):
+            train.main([*SETTINGS, *often, f'--data_dir={config.data_dir}', f'--out_dir={out}'])
     return found
 
 
@@ -75,8 +72,7 @@ def main(argv):
             print(f'update {(i // 2 + 1) * config.interval:>6}  {found[i]:8.1f} MiB')
         print(f'memory in the second quarter {before:.1f} MiB, in the last {after:.1f} MiB')
         if after - before > SLACK:
-            print(f'error: memory grew by {after - before:.1f} MiB, more than {SLACK:g}.', file=sys.stderr)
-            raise SystemExit(1)
+            raise fail(f'memory grew by {after - before:.1f} MiB, more than {SLACK:g}.', 1)
 
 
 if __name__ == '__main__':
