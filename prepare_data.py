@@ -45,7 +45,7 @@ import jinja2.sandbox
 import numpy as np
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, nearest, parse, reporting
+from configurator import ConfigError, fail, key, nearest, parse, reporting, within
 
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
 DOCUMENT_NAMES = ('<|begin_of_text|>', '<|endoftext|>', '<s>', '<bos>', '</s>')  # of a tokenizer.json, in order of preference
@@ -315,12 +315,6 @@ def chat_tokens(meta, messages):
 # Folders
 
 
-def within(name, value, low, high, why):
-    """ConfigError unless low <= value <= high."""
-    if not low <= value <= high:
-        raise ConfigError(f'{name}={value} is not possible: {why}; the nearest is {name}={min(max(value, low), high)}.')
-
-
 def check_fraction(value):
     if not 0 < value < 1:
         raise ConfigError(f'val_fraction={value:g} is not between 0 and 1; write it like val_fraction=0.05.')
@@ -535,17 +529,14 @@ class FineWebEduConfig:
     subset: str = key('10BT', "the hub's sample of 10 or 100 billion tokens", ('10BT', '100BT'))
     source: str = key('', 'parquet, jsonl or txt files, folders or patterns joined by commas, instead of the hub')
     tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
-    workers: int = key(0, 'processes that tokenise; 0: one a core')
-    shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest')
-    limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all')
+    workers: int = key(0, 'processes that tokenise; 0: one a core', bounds=(0, 1024))
+    shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest', bounds=(1000, 2**33))
+    limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all', bounds=(0, 2**62))
     val_fraction: float = key(0.001, 'share of the documents that goes to val, by their sha256')
     out: str = key('data/fineweb_edu', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds, unfinished work too')
 
     def check(self):
-        within('workers', self.workers, 0, 1024, 'there are 1 to 1024 processes, and 0 is one a core')
-        within('shard_tokens', self.shard_tokens, 1000, 2**33, 'a shard has a thousand to 2^33 tokens')
-        within('limit_tokens', self.limit_tokens, 0, 2**62, 'a limit is positive, and 0 is none')
         TextConfig.check(self)
 
 
@@ -833,30 +824,28 @@ def make_fineweb_edu(config):
 
 @dataclass
 class S5Config:
-    group: int = key(5, 'n of the permutation group S_n, 2 to 5')
+    group: int = key(5, 'n of the permutation group S_n', bounds=(2, 5))
     actions: str = key('all', 'all elements, or generators: adjacent transpositions and the n-cycle', ('all', 'generators'))
     steps: str = key('1-8', 'actions per example of train and val: a number or a range')
     test_steps: str = key('', 'actions per example of test, which may be more; empty: as in training')
-    length_bias: float = key(0.0, 'prefers short examples: a length of s steps is drawn with weight s^-length_bias; 0: evenly')
+    length_bias: float = key(0.0, 'a length of s steps is drawn with weight s^-length_bias; 0: evenly', bounds=(0, 10))
     retrieval: bool = key(True, 'a dictionary comes first, and every action asks for values in it')
     retrieve_by: str = key('action', 'what is looked up: the action, or the state after it (all are keys)', ('action', 'state'))
     dictionary_size: int = key(0, "keys that an example's actions are drawn from; 0: all actions")
     distractors: int = key(0, 'further keys in the dictionary that never act')
-    value_len: int = key(1, 'value tokens per key')
-    n_values: int = key(8, 'different value tokens')
+    value_len: int = key(1, 'value tokens per key', bounds=(1, 100))
+    n_values: int = key(8, 'different value tokens', bounds=(1, 10_000))
     recur_on_prompt: bool = key(False, 'read memory on the dictionary too')
-    seed: int = key(0, 'of all draws')
-    n_train: int = key(100_000, 'examples of train')
-    n_val: int = key(2_000, 'examples of val')
-    n_test: int = key(2_000, 'examples of test')
+    seed: int = key(0, 'of all draws', bounds=(0, math.inf))
+    n_train: int = key(100_000, 'examples of train', bounds=(1, 10**9))
+    n_val: int = key(2_000, 'examples of val', bounds=(1, 10**9))
+    n_test: int = key(2_000, 'examples of test', bounds=(1, 10**9))
     out: str = key('', 'the folder to write; empty: data/s and the group')
     overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        within('group', self.group, 2, 5, 'groups S_2 to S_5 are made')
         for name in ('steps', 'test_steps'):
             self.length_range(name)
-        within('length_bias', self.length_bias, 0, 10, 'a weight is s^0 to s^-10')
         for name in ('dictionary_size', 'distractors'):
             if not self.retrieval and getattr(self, name):
                 raise ConfigError(f'{name}={getattr(self, name)} needs a dictionary; set retrieval=True or {name}=0.')
@@ -868,11 +857,6 @@ class S5Config:
         within('dictionary_size', self.dictionary_size, 0, actions, f'there are {actions} actions, and 0 means all')
         most = elements - self.n_keys
         within('distractors', self.distractors, 0, most, f'{self.n_keys} of the {elements} elements are keys already')
-        within('value_len', self.value_len, 1, 100, 'a key has 1 to 100 value tokens')
-        within('n_values', self.n_values, 1, 10_000, 'there are 1 to 10000 different value tokens')
-        within('seed', self.seed, 0, math.inf, 'a seed is not negative')
-        for name in ('n_train', 'n_val', 'n_test'):
-            within(name, getattr(self, name), 1, 10**9, 'a split has 1 to 10^9 examples')
         plan(self)
 
     @functools.cached_property
@@ -1080,17 +1064,15 @@ class TextTaskConfig:
 
     tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     chat: bool = key(True, "ask in the chat template of the tokenizer's folder, where there is one")
-    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
+    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs', bounds=(0, 10**6))
     drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
-    pack: int = key(0, 'tokens of a row of train, which several examples share; 0: a row each')
+    pack: int = key(0, 'tokens of a row of train, which several examples share; 0: a row each', bounds=(0, 10**6))
     score_prompt: bool = key(False, 'train on the prompt too')
     recur_on_prompt: bool = key(False, 'read memory on the prompt too')
     out: str = key('', 'the folder to write; empty: data/ and the name of the dataset')
     overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        within('longest', self.longest, 0, 10**6, 'a limit is 1 to 10^6 tokens, and 0 is none')
-        within('pack', self.pack, 0, 10**6, 'a row has 1 to 10^6 tokens, and 0 packs nothing')
         if self.drop_longer and not self.longest:
             raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
 
@@ -1205,10 +1187,10 @@ class DrawnConfig(TextTaskConfig):
     """The settings of a task made from a seed. A subclass has its own `depth`, and draw(rng, depth) -> (prompt, answer)."""
 
     test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
-    seed: int = key(0, 'of all draws')
-    n_train: int = key(100_000, 'examples of train')
-    n_val: int = key(2_000, 'examples of val')
-    n_test: int = key(2_000, 'examples of test')
+    seed: int = key(0, 'of all draws', bounds=(0, math.inf))
+    n_train: int = key(100_000, 'examples of train', bounds=(1, 10**7))
+    n_val: int = key(2_000, 'examples of val', bounds=(1, 10**7))
+    n_test: int = key(2_000, 'examples of test', bounds=(1, 10**7))
 
     most = 25  # the greatest depth that can be asked for
 
@@ -1221,12 +1203,6 @@ class DrawnConfig(TextTaskConfig):
     def deepest(self):
         return max(self.depths(split)[-1] for split in ('train', 'test'))
 
-    def check(self):
-        TextTaskConfig.check(self)
-        within('seed', self.seed, 0, math.inf, 'a seed is not negative')
-        for name in ('n_train', 'n_val', 'n_test'):
-            within(name, getattr(self, name), 1, 10**7, 'a split has 1 to 10^7 examples')
-
 
 @dataclass
 class AssignmentConfig(DrawnConfig):
@@ -1236,7 +1212,7 @@ class AssignmentConfig(DrawnConfig):
     form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ('plain', 'words', 'code'))
 
     def check(self):
-        DrawnConfig.check(self)
+        super().check()
         least = self.deepest + 1
         within('variables', self.variables, least, 26, f'a chain of {least - 1} aliases has {least} of the 26 variables')
         number_range('values', self.values, 0, 10**8, 'numbers are 0 to 10^8')
@@ -1273,7 +1249,7 @@ class PathConfig(DrawnConfig):
     most = 300
 
     def check(self):
-        DrawnConfig.check(self)
+        super().check()
         within('width', self.width, 2, 999 // self.deepest, f'{self.deepest} layers of two or more, 1000 nodes at most')
 
     def draw(self, rng, depth):
