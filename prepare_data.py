@@ -75,22 +75,24 @@ def extra(package):
 
 
 def without_prefix(part):
-    """A part of a tokenizer.json, changed to put no space before a text: decoding could not tell it from the text's own."""
-    if isinstance(part, list):
-        return [without_prefix(p) for p in part if not (isinstance(p, dict) and p.get('type') == 'Prepend')]
-    if isinstance(part, dict):
-        changed = {'add_prefix_space': False, 'prepend_scheme': 'never'}
-        return {k: changed.get(k, without_prefix(v)) for k, v in part.items()}
+    """An object in a tokenizer.json, changed to put no space before a text: decoding could not tell it from the text's own."""
+    if part.get('type') == 'Prepend':
+        return {'type': 'Sequence', 'normalizers': []}
+    for name, value in (('add_prefix_space', False), ('prepend_scheme', 'never')):
+        if name in part and isinstance(part.get('type'), str):  # else it is a vocabulary, which may hold such words too
+            part[name] = value
     return part
 
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name, text=None):
-    """(function from a text to its ids, bytes of each id, document token) of the tiktoken encoding `name`, or of `text`, the
-    content of a tokenizer.json. Special tokens have no bytes, and no text is encoded to one.
+    """(function from a text to its ids, bytes of each id, document token) of 'bytes', of the tiktoken encoding `name`, or of
+    `text`, the content of a tokenizer.json. Special tokens have no bytes, and no text is encoded to one.
 
     Raises ConfigError for what cannot be loaded. A tokenizer.json without one of DOCUMENT_NAMES gets one id more.
     """
+    if name == 'bytes':
+        return str.encode, [*(bytes([b]) for b in range(DOCUMENT_TOKEN)), b''], DOCUMENT_TOKEN
     if text is None:
         tiktoken = extra('tiktoken')
         if name not in tiktoken.list_encoding_names():
@@ -101,18 +103,13 @@ def load_tokenizer(name, text=None):
         except Exception as e:  # whatever its download raises
             said = type(e).__name__
             raise ConfigError(f'tokenizer={name} could not be loaded ({said}); its first use needs the network.') from None
-        pieces = [b''] * encoding.n_vocab
-        for i in range(encoding.n_vocab):
-            with contextlib.suppress(KeyError):  # some vocabularies have gaps
-                pieces[i] = encoding.decode_single_token_bytes(i)
-        for special in encoding.special_tokens_set:
-            pieces[encoding.encode_single_token(special)] = b''
+        pieces = [b''] * encoding.n_vocab  # of specials, and of the gaps that some vocabularies have
+        for piece in encoding.token_byte_values():
+            pieces[encoding.encode_single_token(piece)] = piece
         return encoding.encode_ordinary, pieces, encoding.eot_token
 
     try:
-        whole = json.loads(text)
-        for part in ('normalizer', 'pre_tokenizer'):
-            whole[part] = next(iter(without_prefix([whole[part]])), None)
+        whole = json.loads(text, object_hook=without_prefix)
         tokenizer = extra('tokenizers').Tokenizer.from_str(json.dumps(whole))
         byte_level = '"ByteLevel"' in json.dumps(whole['decoder'])
     except ConfigError:
@@ -155,14 +152,13 @@ def tokenizer_meta(name):
 
     'token_bytes' are the bytes of each id, 0 for specials. Raises ConfigError for what cannot be loaded.
     """
-    about, pieces, document = {'tokenizer': name}, [bytes([b]) for b in range(DOCUMENT_TOKEN)] + [b''], DOCUMENT_TOKEN
+    about = {'tokenizer': name}
     if name != 'bytes' and (path := tokenizer_file(name)):
         try:
             about = {'tokenizer': 'tokenizer.json', 'tokenizer_json': path.read_text('utf-8')}
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f'tokenizer={name} cannot be read ({e}); name a tokenizer.json or its folder.') from None
-    if name != 'bytes':
-        _, pieces, document = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
+    _, pieces, document = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
     sizes = {'vocab_size': len(pieces), 'document_token': document, 'token_bytes': [len(p) for p in pieces]}
     return about | sizes | {'dtype': token_dtype(len(pieces)).name}
 
@@ -173,29 +169,27 @@ def encode(meta, text):
     'bytes': its UTF-8 bytes, whatever they spell, so never the document token; nor does another tokenizer make a special
     token of a text. 'names': whitespace-separated names; ConfigError for a name that the vocabulary lacks.
     """
+    if meta['tokenizer'] == 'names':
+        ids = {name: i for i, name in enumerate(meta['names'])}
+        for word in text.split():
+            if word not in ids:
+                close = difflib.get_close_matches(word, ids, n=1, cutoff=0)[0]
+                raise ConfigError(f'there is no token named {word!r} in this vocabulary; the nearest is {close!r}.')
+        return [ids[word] for word in text.split()]
+    content = text.encode('utf-8', 'surrogateescape')  # a command line keeps undecodable bytes as surrogates
     if meta['tokenizer'] == 'bytes':
-        return list(text.encode('utf-8', 'surrogateescape'))  # a command line keeps undecodable bytes as surrogates
-    if meta['tokenizer'] != 'names':
-        encode_piece = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[0]
-        text = text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
-        starts = range(0, len(text), ENCODED_AT_ONCE)
-        return [i for start in starts for i in encode_piece(text[start : start + ENCODED_AT_ONCE])]
-    ids = {name: i for i, name in enumerate(meta['names'])}
-    for word in text.split():
-        if word not in ids:
-            close = difflib.get_close_matches(word, ids, n=1, cutoff=0)[0]
-            raise ConfigError(f'there is no token named {word!r} in this vocabulary; the nearest is {close!r}.')
-    return [ids[word] for word in text.split()]
+        return list(content)
+    encode_piece, text = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[0], content.decode('utf-8', 'replace')
+    starts = range(0, len(text), ENCODED_AT_ONCE)
+    return [i for start in starts for i in encode_piece(text[start : start + ENCODED_AT_ONCE])]
 
 
 def decode(meta, ids):
     """Bytes of token ids. Special tokens are b'' and a name ends in a space, so pieces decoded apart can be joined."""
-    if meta['tokenizer'] == 'bytes':
-        return bytes(int(i) for i in ids if i != meta['document_token'])
-    if meta['tokenizer'] != 'names':
-        pieces = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[1]
-        return b''.join([pieces[i] for i in ids])
-    return ''.join(meta['names'][i] + ' ' for i in ids).encode()
+    if meta['tokenizer'] == 'names':
+        return ''.join(meta['names'][i] + ' ' for i in ids).encode()
+    pieces = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[1]
+    return b''.join([pieces[i] for i in ids])
 
 
 def tokens_of(meta, content, opens=True):
@@ -389,12 +383,11 @@ def write_json(path, value):
 
 def publish(work, out, meta):
     """Moves the finished files of the folder `work` to `out`; killed at any moment, it leaves no meta.json or a true one."""
-    with open(os.path.join(work, 'meta.json'), 'w', encoding='utf-8') as f:
-        json.dump(meta, f, indent=1)
     os.makedirs(out, exist_ok=True)
     clear(out)  # meta.json goes first ...
-    for name in sorted(os.listdir(work), key=lambda name: name == 'meta.json'):  # ... and comes last
+    for name in os.listdir(work):
         os.replace(os.path.join(work, name), os.path.join(out, name))
+    write_json(os.path.join(out, 'meta.json'), meta)  # ... and comes last
     announce(out, meta)
 
 
@@ -475,7 +468,7 @@ def find_files(config):
     return sorted(found, key=found.get)  # a stable sort: equal names stay in the order of the sources
 
 
-def make_text(config):
+def make_text(_, config):
     """Tokens of files, one document per file, each opened by the document token, in train.bin and val.bin.
 
     The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So a split
@@ -505,16 +498,15 @@ def make_text(config):
 
     splits = {name: {'tokens': 0, 'documents': 0} for name in ('train', 'val')}
     with work_folder(config.out) as work:
-        with open(f'{work}/train.bin', 'wb') as train, open(f'{work}/val.bin', 'wb') as val:
-            for path, digest in tqdm(documents.items(), desc='writing', unit='file', disable=None):
-                content = Path(path).read_bytes()
-                if hashlib.sha256(content).digest() != digest:
-                    raise ConfigError(f'{path} changed while it was being read; start again when it is at rest.')
-                tokens = tokens_of(wanted, content)
-                tokens.tofile(val if digest in in_val else train)
-                split = splits['val' if digest in in_val else 'train']
-                split['tokens'] += len(tokens)
-                split['documents'] += 1
+        for path, digest in tqdm(documents.items(), desc='writing', unit='file', disable=None):
+            content = Path(path).read_bytes()
+            if hashlib.sha256(content).digest() != digest:
+                raise ConfigError(f'{path} changed while it was being read; start again when it is at rest.')
+            tokens, name = tokens_of(wanted, content), 'val' if digest in in_val else 'train'
+            with open(f'{work}/{name}.bin', 'ab') as f:
+                f.write(tokens)
+            splits[name]['tokens'] += len(tokens)
+            splits[name]['documents'] += 1
         for name, split in splits.items():
             split['sha256'] = file_sha256(f'{work}/{name}.bin')
         publish(work, config.out, wanted | {'splits': splits})
@@ -573,38 +565,37 @@ def read_corpus(path, skip):
     An entry is a document: a row of a parquet file, a line of a jsonl file (its "text"), or a whole txt file, which comes in
     pieces, an entry each. Content may be empty. Raises ConfigError where the file cannot be read or is not UTF-8.
     """
-    number = skip
+    number, digest = skip, None
     try:
         remote = '://' in path
-        opening = importlib.import_module('datasets.utils.file_utils').xopen if remote else open  # the former tries again
-        with opening(path, 'rb') as f:
+        with (extra('datasets.utils.file_utils').xopen if remote else open)(path, 'rb') as f:  # xopen tries again
+            size = f.seek(0, os.SEEK_END)
+            f.seek(0)
             if path.endswith('.parquet'):
-                table, pyarrow, first = extra('pyarrow.parquet').ParquetFile(f), extra('pyarrow'), 0
-                for group in range(table.num_row_groups):
-                    end = first + table.metadata.row_group(group).num_rows
-                    for batch in table.iter_batches(256, [group], ['text']) if end > skip else ():
-                        column = batch.column('text').cast(pyarrow.large_binary())[max(number - first, 0) :]
-                        first += len(batch)
-                        for value in column:
-                            content = value.as_py() or b''
-                            content.decode()
-                            yield hashlib.sha256(content).digest(), True, content, number / table.metadata.num_rows
-                            number += 1
-                    first = end
+                table = extra('pyarrow.parquet').ParquetFile(f)
+                size = table.metadata.num_rows
+                ends = np.cumsum([table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)])
+                group = np.searchsorted(ends, skip, 'right')  # the first that is not read to its end
+                rows = (  # of one group at a time; asked for together, all would stay in memory
+                    row.as_py() or b''
+                    for i in range(group, len(ends))
+                    for batch in table.iter_batches(256, [i], ['text'])
+                    for row in batch['text'].cast('large_binary')
+                )
+                contents = itertools.islice(rows, skip - (ends[group - 1] if group else 0), None)
             elif path.endswith('.jsonl'):
-                size = math.inf if remote else os.path.getsize(path)
-                for line in itertools.islice(f, skip, None):
-                    content = json.loads(line)['text'].encode() if line.strip() else b''
-                    yield hashlib.sha256(content).digest(), True, content, f.tell() / size
-                    number += 1
+                lines = itertools.islice(f, skip, None)
+                contents = (json.loads(line)['text'].encode() if line.strip() else b'' for line in lines)
             else:
-                digest, size = bytes.fromhex(file_sha256(path)), os.path.getsize(path)
-                decoder, number = codecs.getincrementaldecoder('utf-8')(), 0
-                while block := f.read(PIECE_LENGTH):
-                    content = decoder.decode(block, final=f.tell() == size).encode()
-                    if number >= skip:
-                        yield digest, number == 0, content, f.tell() / size
-                    number += 1
+                digest, decoder = bytes.fromhex(file_sha256(path)), codecs.getincrementaldecoder('utf-8')()
+                blocks = iter(lambda: f.read(PIECE_LENGTH), b'')
+                contents = (decoder.decode(block, final=f.tell() == size).encode() for block in blocks)
+                contents = itertools.islice(contents, skip, None)
+            for content in contents:
+                content.decode()
+                share = (number if path.endswith('.parquet') else f.tell()) / size
+                yield digest or hashlib.sha256(content).digest(), not digest or number == 0, content, share
+                number += 1
     except (ConfigError, MemoryError):
         raise
     except Exception as e:  # of a damaged file, or of the network
@@ -674,49 +665,45 @@ class Shards:
     commit(). What an interrupted run has written beyond them is cut off. Raises ConfigError when they are damaged."""
 
     def __init__(self, folder, name, size, done):
-        self.folder, self.name, self.size, self.entries = folder, name, size, done
-        self.file, self.digest, paths = None, None, [self.path(i) for i in range(len(done))]
-        for path, shard in zip(paths, done, strict=True):
-            digest = None
-            with contextlib.suppress(OSError):
-                os.truncate(path, shard['bytes'])
-                with open(path, 'rb') as f:
-                    digest = self.digest = hashlib.file_digest(f, 'sha256')
-            if digest is None or digest.hexdigest() != shard['sha256']:
-                raise ConfigError(f'{path}, part of unfinished work, is missing or damaged; --overwrite=True starts over.')
-        for path in {*glob.glob(os.path.join(glob.escape(folder), name + '-*.bin'))} - {*paths}:
+        self.stem, self.size, self.entries, self.digest = os.path.join(folder, name), size, done, None
+        for i, shard in enumerate(done):
+            try:
+                os.truncate(self.path(i), shard['bytes'])
+                with open(self.path(i), 'rb') as f:
+                    self.digest = hashlib.file_digest(f, 'sha256')
+                whole = self.digest.hexdigest() == shard['sha256']
+            except OSError:
+                whole = False
+            if not whole:
+                why = f'{self.path(i)}, part of unfinished work, is missing or damaged'
+                raise ConfigError(f'{why}; --overwrite=True starts over.')
+        for path in {*glob.glob(glob.escape(self.stem) + '-*.bin')} - {*map(self.path, range(len(done)))}:
             os.remove(path)
-        if done:
-            self.file = open(paths[-1], 'ab')
 
     def path(self, i):
-        return os.path.join(self.folder, f'{self.name}-{i:05}.bin')
+        return f'{self.stem}-{i:05}.bin'
 
     def append(self, tokens):
         while len(tokens):
             if not self.entries or self.entries[-1]['tokens'] == self.size:
                 self.commit()
-                self.close()
-                self.file, self.digest = open(self.path(len(self.entries)), 'wb'), hashlib.sha256()
                 self.entries.append({'tokens': 0, 'bytes': 0})
+                self.digest = hashlib.sha256()
             entry = self.entries[-1]
             part, tokens = np.split(tokens, [self.size - entry['tokens']])
-            self.file.write(part.tobytes())
-            self.digest.update(part.tobytes())
+            with open(self.path(len(self.entries) - 1), 'ab') as f:
+                f.write(part)
+            self.digest.update(part)
             entry['tokens'] += len(part)
             entry['bytes'] += part.nbytes
 
     def commit(self):
         """Entries [{'tokens', 'bytes', 'sha256'}] of all that was appended, which is on the disk from now on."""
-        if self.file:
-            self.file.flush()
-            os.fsync(self.file.fileno())
+        if self.entries:
+            with open(self.path(len(self.entries) - 1), 'ab') as f:
+                os.fsync(f.fileno())
             self.entries[-1]['sha256'] = self.digest.hexdigest()
         return self.entries
-
-    def close(self):
-        if self.file:
-            self.file.close()
 
 
 def check_space(config, files, itemsize, there):
@@ -727,10 +714,9 @@ def check_space(config, files, itemsize, there):
     else:
         tokens = {'10BT': 10e9, '100BT': 100e9}[config.subset] * (4 if config.tokenizer == 'bytes' else 1)
     need = min(tokens, config.limit_tokens or math.inf) * itemsize - there
-    folder = os.path.abspath(config.out)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    if (free := shutil.disk_usage(folder).free) < need:
+    folder = Path(config.out).absolute()
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    if free < need:
         why = f'out={config.out} needs about {need / 1e9:.3g} GB and its disk has {free / 1e9:.3g} GB free'
         raise ConfigError(f'{why}; choose another disk, or --limit_tokens={int((free + there) / itemsize * 0.9)}.')
 
@@ -750,7 +736,7 @@ def read_unfinished(config, path, identity):
     return state
 
 
-def make_fineweb_edu(config):
+def make_fineweb_edu(_, config):
     """Shards of a corpus, train-00000.bin and val-00000.bin and so on, in the order of the source; documents may cross shards.
 
     Until all is done, unfinished.json records what is safely written and the position in the source behind it, and the same
@@ -764,24 +750,23 @@ def make_fineweb_edu(config):
     if os.path.exists(path) and os.path.exists(done):  # killed at its very last step
         os.remove(path)
     identity = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
-    state = None if config.overwrite else read_unfinished(config, path, identity)
-    if state is None and is_ready(config.out, config.overwrite, wanted):
+    begun = None if config.overwrite else read_unfinished(config, path, identity)
+    if begun is None and is_ready(config.out, config.overwrite, wanted):
         return
-    files = state['files'] if state else list_corpus(config)
+    state = begun or {'identity': identity, 'files': list_corpus(config), 'position': [0, 0]}
+    state = {'documents': {'train': 0, 'val': 0}, 'shards': {'train': [], 'val': []}} | state
 
-    itemsize = np.dtype(meta['dtype']).itemsize
-    check_space(config, files, itemsize, sum(s['bytes'] for of in state['shards'].values() for s in of) if state else 0)
+    written = [shard for of in state['shards'].values() for shard in of]
+    check_space(config, state['files'], np.dtype(meta['dtype']).itemsize, sum(s['bytes'] for s in written))
     os.makedirs(config.out, exist_ok=True)
-    if state is None:
+    if begun is None:
         clear(config.out)
-        state = {'identity': identity, 'files': files, 'position': [0, 0]}
-        state |= {'documents': {'train': 0, 'val': 0}, 'shards': {'train': [], 'val': []}}
     shards = {name: Shards(config.out, name, config.shard_tokens, done) for name, done in state['shards'].items()}
-    total = sum(s['tokens'] for split in state['shards'].values() for s in split)
+    total = committed = sum(s['tokens'] for s in written)
     if total:
         print(f'{config.out} holds {total:,} tokens of this already; going on from there.')
-    workers, committed, full = config.workers or os.cpu_count() or 1, total, False
-    work = tokenise_all(batches(files, state['position']), workers, meta, config.val_fraction)
+    workers, full = config.workers or os.cpu_count() or 1, False
+    work = tokenise_all(batches(state['files'], state['position']), workers, meta, config.val_fraction)
     with contextlib.closing(work), tqdm(initial=total, unit=' tokens', unit_scale=True, disable=None) as progress:
         for position, share, (tokens, lengths, opens, in_val) in work:
             if config.limit_tokens:
@@ -795,7 +780,7 @@ def make_fineweb_edu(config):
             total += len(tokens)
             progress.total = max(total, min(int(total / max(share, 1e-9)), config.limit_tokens or 2**62))
             progress.update(len(tokens))
-            state['position'] = [len(files), 0] if full else position
+            state['position'] = [len(state['files']), 0] if full else position
             if full or total - committed >= min(config.shard_tokens, 2**20):
                 state['shards'] = {name: of.commit() for name, of in shards.items()}
                 write_json(path, state)
@@ -806,13 +791,12 @@ def make_fineweb_edu(config):
     write_json(path, state)
     splits = {}
     for name, of in state['shards'].items():
-        shards[name].close()
         if not of:
             clear(config.out)
             raise ConfigError(f'none of the {total:,} tokens fell into {name}; take more text or another val_fraction.')
-        digest = hashlib.sha256(''.join(s['sha256'] for s in of).encode()).hexdigest()
-        splits[name] = {'tokens': sum(s['tokens'] for s in of), 'documents': state['documents'][name], 'sha256': digest}
-        splits[name]['shards'] = [{'tokens': s['tokens'], 'sha256': s['sha256']} for s in of]
+        about = {'tokens': sum(s['tokens'] for s in of), 'documents': state['documents'][name]}
+        about['sha256'] = hashlib.sha256(''.join(s['sha256'] for s in of).encode()).hexdigest()
+        splits[name] = about | {'shards': [{'tokens': s['tokens'], 'sha256': s['sha256']} for s in of]}
     write_json(done, wanted | {'splits': splits})
     os.remove(path)
     announce(config.out, {'splits': splits})
@@ -1002,31 +986,28 @@ def draw_split(config, index, share, seen, progress):
     tokens = np.full((n, longest), pad, dtype=np.min_scalar_type(pad))
     targets = np.full((n, longest), -1, dtype=np.int16)
     recur_mask = np.zeros((n, longest), dtype=bool)
-    for s, wanted in share.items():
+    for s in share:
         prefix, length = row_length(config, s)
         rng = np.random.default_rng([config.seed, index, s])
-        places, kept, fresh_rate = np.flatnonzero(steps == s), 0, 1.0
+        places, fresh_rate = np.flatnonzero(steps == s), 1.0
         recur_mask[places, 0 if config.recur_on_prompt else prefix : length] = True
-        while kept < wanted:
+        while len(places):
             # Few of the examples drawn are new when a length nears its end; a block bounds the memory.
-            count = min(math.ceil((wanted - kept) / fresh_rate), max(1, 2**20 // longest))
+            count = min(math.ceil(len(places) / fresh_rate), max(1, 2**20 // longest))
             rows, answers = draw_examples(config, rng, count, s)
             rows = rows.astype(tokens.dtype)
-            fresh = []
-            for i, row in enumerate(rows):
-                if kept + len(fresh) < wanted and (text := row.tobytes()) not in seen[s]:
-                    seen[s].add(text)
-                    fresh.append(i)
-            here = places[kept : kept + len(fresh)]
-            tokens[here, :length], targets[here, :length] = rows[fresh], answers[fresh]
-            kept += len(fresh)
+            fresh = {text: i for i, row in enumerate(rows) if (text := row.tobytes()) not in seen[s]}
+            fresh = dict(itertools.islice(fresh.items(), len(places)))
+            seen[s].update(fresh)
+            here, places = np.split(places, [len(fresh)])
+            tokens[here, :length], targets[here, :length] = (of[[*fresh.values()]] for of in (rows, answers))
             fresh_rate = max(len(fresh), 1) / count
             progress.update(len(fresh))
     lengths = np.sum(tokens != pad, axis=1)
     return {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask, 'lengths': lengths, 'steps': steps}
 
 
-def make_s5(config):
+def make_s5(task, config):
     """Track a permutation while looking up values: train.npz, val.npz and test.npz of arrays
 
     tokens (N, T) padded, targets (N, T) with -1 where nothing is scored, recur_mask (N, T) True where memory is read,
@@ -1034,7 +1015,7 @@ def make_s5(config):
     Vocabulary: n! elements, then n_values values, delimiter, slot, pad; it is the same with and without retrieval.
     """
     out = config.out or f'data/s{config.group}'
-    wanted = {'kind': 'task', 'task': 's5', 'settings': settings_of(config)}
+    wanted = {'kind': 'task', 'task': task, 'settings': settings_of(config)}
     if is_ready(out, config.overwrite, wanted):
         return
     names = ['p' + ''.join(map(str, p)) for p in itertools.permutations(range(config.group))]
@@ -1043,7 +1024,7 @@ def make_s5(config):
     scores = {'state': [0, elements]} | ({'retrieval': [elements, elements + config.n_values]} if config.retrieval else {})
     vocabulary = {'tokenizer': 'names', 'names': names, 'vocab_size': len(names), 'pad_token': len(names) - 1}
     seen, shares = defaultdict(set), plan(config)
-    longest, splits = ({name: None for name in ('train', 'val', 'test')} for _ in range(2))
+    longest, splits = (dict.fromkeys(('train', 'val', 'test')) for _ in range(2))
     meta = wanted | vocabulary | {'aligned': True, 'longest': longest, 'scores': scores, 'splits': splits}
     total = sum(sum(share.values()) for share in shares.values())
     with work_folder(out) as work, tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
@@ -1448,23 +1429,15 @@ def read_questions(task, config):
 SEEDED, QUESTIONS = 'any number of examples, no network', 'network, or local files'
 DATASETS = {  # name: its settings, what makes it, and its line in the list
     'text': (TextConfig, make_text, 'your text files, or the Python standard library: 12 MB, no network'),
-    'fineweb_edu': (
-        FineWebEduConfig,
-        make_fineweb_edu,
-        'web pages: 20 or 200 GB, network; or your parquet, jsonl, txt files',
-    ),
+    'fineweb_edu': (FineWebEduConfig, make_fineweb_edu, 'web pages: 20 or 200 GB, network; or parquet, jsonl, txt files'),
     's5': (S5Config, make_s5, f'permutations to compose and values to look up: {SEEDED}'),
-} | {
-    task: (config_class, functools.partial(make_task, task), line)
-    for task, config_class, line in (
-        ('variable_assignment', AssignmentConfig, f'chains of aliases among distractors: {SEEDED}'),
-        ('pathfinding', PathConfig, f'the unique shortest path through a layered graph: {SEEDED}'),
-        ('prosqa', QuestionConfig, f'18,686 logical questions about a graph: {QUESTIONS}'),
-        ('gsm8k', QuestionConfig, f'8,792 word problems with reasoning: {QUESTIONS}'),
-        ('gsm8k_aug', QuestionConfig, f'386,000 word problems with equations as reasoning: {QUESTIONS}'),
-        ('hotpotqa', QuestionConfig, f'97,852 questions over ten paragraphs, without test: {QUESTIONS}'),
-        ('math500', QuestionConfig, f'500 competition problems, test alone, for evaluation: {QUESTIONS}'),
-    )
+    'variable_assignment': (AssignmentConfig, make_task, f'chains of aliases among distractors: {SEEDED}'),
+    'pathfinding': (PathConfig, make_task, f'the unique shortest path through a layered graph: {SEEDED}'),
+    'prosqa': (QuestionConfig, make_task, f'18,686 logical questions about a graph: {QUESTIONS}'),
+    'gsm8k': (QuestionConfig, make_task, f'8,792 word problems with reasoning: {QUESTIONS}'),
+    'gsm8k_aug': (QuestionConfig, make_task, f'386,000 word problems with equations as reasoning: {QUESTIONS}'),
+    'hotpotqa': (QuestionConfig, make_task, f'97,852 questions over ten paragraphs, without test: {QUESTIONS}'),
+    'math500': (QuestionConfig, make_task, f'500 competition problems, test alone, for evaluation: {QUESTIONS}'),
 }
 
 
@@ -1474,12 +1447,13 @@ def main(argv):
         for name, (_, _, line) in DATASETS.items():
             print(f'  {name:<{max(map(len, DATASETS))}} {line}')
         return
-    if argv[0] not in DATASETS:
-        raise fail(f'the first argument names the dataset, and {argv[0]!r} is none; {nearest(argv[0], DATASETS)}')
-    config_class, make, _ = DATASETS[argv[0]]
-    config = parse(config_class, argv[1:], f'python prepare_data.py {argv[0]} [config.py] [--key=value ...]')
+    name = argv[0]
+    if name not in DATASETS:
+        raise fail(f'the first argument names the dataset, and {name!r} is none; {nearest(name, DATASETS)}')
+    config_class, make, _ = DATASETS[name]
+    config = parse(config_class, argv[1:], f'python prepare_data.py {name} [config.py] [--key=value ...]')
     with reporting():
-        make(config)
+        make(name, config)
 
 
 if __name__ == '__main__':
