@@ -124,6 +124,17 @@ def print_help(config_class, usage):
         print(f'  {left:<{width}}  {meta["meaning"]}' + (f' [{allowed}]' if allowed else ''))
 
 
+@contextlib.contextmanager
+def explaining(what, remedy):
+    """Around what fails in many ways (another's parser, the network): then ConfigError "WHAT (what went wrong); REMEDY."."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as e:
+        raise ConfigError(f'{what} ({type(e).__name__}: {" ".join(str(e).split())[:300]}); {remedy}.') from None
+
+
 def parse(config_class, argv, usage):
     """An instance of `config_class` (a dataclass of `key` fields) from `argv`, checked by its own `check()`.
 

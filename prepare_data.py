@@ -45,7 +45,7 @@ import jinja2.sandbox
 import numpy as np
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, nearest, parse, reporting, within
+from configurator import ConfigError, explaining, fail, key, nearest, parse, reporting, within
 
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
 DOCUMENT_NAMES = ('<|begin_of_text|>', '<|endoftext|>', '<s>', '<bos>', '</s>')  # of a tokenizer.json, in order of preference
@@ -108,14 +108,10 @@ def load_tokenizer(name, text=None):
             pieces[encoding.encode_single_token(piece)] = piece
         return encoding.encode_ordinary, pieces, encoding.eot_token
 
-    try:
+    with explaining(f'{name} is not a tokenizer.json that can be used', 'take another, or --tokenizer=bytes'):
         whole = json.loads(text, object_hook=without_prefix)
         tokenizer = extra('tokenizers').Tokenizer.from_str(json.dumps(whole))
         byte_level = '"ByteLevel"' in json.dumps(whole['decoder'])
-    except ConfigError:
-        raise
-    except Exception as e:  # the package raises plain Exceptions
-        raise ConfigError(f'{name} is not a tokenizer.json that can be used: {e}.') from None
     tokenizer.encode_special_tokens = True  # as ordinary text, that is
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -154,10 +150,8 @@ def tokenizer_meta(name):
     """
     about = {'tokenizer': name}
     if name != 'bytes' and (path := tokenizer_file(name)):
-        try:
+        with explaining(f'tokenizer={name} cannot be read', 'name a tokenizer.json or its folder'):
             about = {'tokenizer': 'tokenizer.json', 'tokenizer_json': path.read_text('utf-8')}
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f'tokenizer={name} cannot be read ({e}); name a tokenizer.json or its folder.') from None
     _, pieces, document = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
     sizes = {'vocab_size': len(pieces), 'document_token': document, 'token_bytes': [len(p) for p in pieces]}
     return about | sizes | {'dtype': token_dtype(len(pieces)).name}
@@ -240,10 +234,8 @@ def compile_template(template):
 def render(meta, messages, add_generation_prompt=True):
     """The text of a conversation by the chat template in `meta`; ConfigError for one that the template refuses."""
     given = {'messages': messages, 'add_generation_prompt': add_generation_prompt} | meta['template_tokens']
-    try:
+    with explaining('the chat template fails', 'take another, or --chat=False'):
         return compile_template(meta['chat_template']).render(given)
-    except Exception as e:  # whatever a template does
-        raise ConfigError(f'the chat template fails ({type(e).__name__}: {e}); take another, or --chat=False.') from None
 
 
 @functools.lru_cache(maxsize=4)
@@ -263,15 +255,13 @@ def chat_meta(name, tokenizer_json):
     and have it nowhere else, that is the 'document_token'. Raises ConfigError for files that cannot be used.
     """
     folder = tokenizer_file(name).parent
-    try:
+    with explaining(f'the chat template in {folder} cannot be read', 'repair it, or take --chat=False'):
         about, template = (folder / name for name in ('tokenizer_config.json', 'chat_template.jinja'))
         about = json.loads(about.read_text('utf-8')) if about.exists() else {}
         template = template.read_text('utf-8') if template.exists() else about.get('chat_template')
         if isinstance(template, list):  # several, by name
             template = next((t['template'] for t in template if t['name'] == 'default'), None)
         tokens = {k: v.get('content') if isinstance(v, dict) else v for k, v in about.items() if k.endswith('_token')}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        raise ConfigError(f'the chat template in {folder} cannot be read ({e}); repair it, or take --chat=False.') from None
     if not template:
         return {}
     meta = {'chat_template': template, 'template_tokens': {k: v for k, v in tokens.items() if isinstance(v, str)}}
@@ -538,13 +528,9 @@ def list_corpus(config):
     Raises ConfigError for a missing, an empty or another kind of file, and for a folder that would need its own code.
     """
     if not config.source:
-        datasets = extra('datasets')
-        try:
-            builder = datasets.load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
+        with explaining('the hub could not be reached', '--source=FILES takes files on this disk'):
+            builder = extra('datasets').load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
             return [[str(path), 1] for path in builder.config.data_files['train']]  # each names its revision
-        except Exception as e:  # whatever its many layers raise
-            said = type(e).__name__
-            raise ConfigError(f'the hub could not be reached ({said}); --source=FILES takes files on this disk.') from None
     files = find_files(TextConfig(source=config.source, extensions='parquet,jsonl,txt,py', out=config.out))
     for path in files:
         if path.endswith('.py'):
@@ -725,14 +711,13 @@ def read_unfinished(config, path, identity):
     """What unfinished.json at `path` records, or None where there is none; ConfigError unless the work can go on from there."""
     if not os.path.exists(path):
         return None
-    try:
+    with explaining(f'{path} cannot be read', '--overwrite=True starts over'):
         state = json.loads(Path(path).read_text('utf-8'))
-        if state['identity'] != identity:
-            raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
-        if config.source and state['files'] != list_corpus(config):
-            raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
-    except (ValueError, LookupError, TypeError):
-        raise ConfigError(f'{path} cannot be read; --overwrite=True starts over.') from None
+        theirs, files = state['identity'], state['files']
+    if theirs != identity:
+        raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
+    if config.source and files != list_corpus(config):
+        raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
     return state
 
 
@@ -1302,22 +1287,18 @@ class QuestionConfig(TextTaskConfig):
 
 def read_rows(path):
     """The rows of a jsonl, json (a list) or parquet file; ConfigError for what is none."""
-    where = ''
-    try:
+    remedy = 'it should hold one JSON object a row'
+    with explaining(f'{path} cannot be read', remedy):
         if path.endswith('.parquet'):
             return extra('pyarrow.parquet').read_table(path).to_pylist()
         text = Path(path).read_bytes().decode('utf-8')
         rows = json.loads(text or '[]') if path.endswith('.json') else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')
-        for number, line in enumerate(text.split('\n') if path.endswith('.jsonl') else (), start=1):
-            where = f'line {number}: '
+    for number, line in enumerate(text.split('\n') if path.endswith('.jsonl') else (), start=1):
+        with explaining(f'{path} cannot be read at line {number}', remedy):
             rows += [json.loads(line)] if line.strip() else []
-        return rows
-    except (ConfigError, MemoryError):
-        raise
-    except Exception as e:  # of three parsers
-        raise ConfigError(f'{path} cannot be read ({where}{e}); it should hold one JSON object a row.') from None
+    return rows
 
 
 def split_named(name):
@@ -1346,12 +1327,8 @@ def read_source(source):
 def read_hub(task):
     """As read_source, from the hub."""
     path, options = HUB[task]
-    load_dataset = extra('datasets').load_dataset
-    try:
-        found = load_dataset(path, **options)
-    except Exception as e:  # of the hub, the network, the cache: dozens of classes
-        why = f'{task} could not be loaded from the hub ({type(e).__name__}: {" ".join(str(e).split())[:200]})'
-        raise ConfigError(f'{why}; try again with a network, or name local files by source.') from None
+    with explaining(f'{task} could not be loaded from the hub', 'try again with a network, or name local files by source'):
+        found = extra('datasets').load_dataset(path, **options)
     return {split_named(name): [(f'{task}, {name} {i}', row) for i, row in enumerate(of, 1)] for name, of in found.items()}
 
 
