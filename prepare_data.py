@@ -335,20 +335,17 @@ def is_ready(out, overwrite, wanted):
     names = os.listdir(out) if os.path.isdir(out) else []
     if overwrite or all(PIECES.fullmatch(name) and not name.endswith('.json') for name in names):  # a killed run's
         return False
-    try:
+    with explaining(f'out={out} holds other files, or a damaged dataset', 'choose another out, or --overwrite=True'):
         meta = json.loads(Path(out, 'meta.json').read_text('utf-8'))
         if any(meta.get(k) != v for k, v in wanted.items()):
             raise ConfigError(f'out={out} holds a dataset made with other settings; choose another out, or --overwrite=True.')
-        suffix = 'bin' if meta['kind'] == 'text' else 'npz'
-        whole = all(
-            file_sha256(os.path.join(out, f'{name}.{suffix}')) == s['sha256']
-            for split, about in meta['splits'].items()
-            for name, s in (shard_names(split, about['shards']) if 'shards' in about else [(split, about)])
-        ) and all(file_sha256(os.path.join(out, f'{name}.jsonl')) == s for name, s in meta.get('jsonl_sha256', {}).items())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        whole = False
-    if not whole:
-        raise ConfigError(f'out={out} holds other files, or a damaged dataset; choose another out, or --overwrite=True.')
+        ending = 'bin' if meta['kind'] == 'text' else 'npz'
+        files = {f'{name}.jsonl': digest for name, digest in meta.get('jsonl_sha256', {}).items()}
+        for split, about in meta['splits'].items():
+            parts = shard_names(split, about['shards']) if 'shards' in about else [(split, about)]
+            files |= {f'{name}.{ending}': part['sha256'] for name, part in parts}
+        if damaged := [name for name, digest in files.items() if file_sha256(os.path.join(out, name)) != digest]:
+            raise ValueError(f'{damaged[0]} has changed')
     print(f'{out} already holds this dataset; --overwrite=True makes it again.')
     return True
 
@@ -653,16 +650,12 @@ class Shards:
     def __init__(self, folder, name, size, done):
         self.stem, self.size, self.entries, self.digest = os.path.join(folder, name), size, done, None
         for i, shard in enumerate(done):
-            try:
+            with explaining(f'{self.path(i)}, part of unfinished work, is missing or damaged', '--overwrite=True starts over'):
                 os.truncate(self.path(i), shard['bytes'])
                 with open(self.path(i), 'rb') as f:
                     self.digest = hashlib.file_digest(f, 'sha256')
-                whole = self.digest.hexdigest() == shard['sha256']
-            except OSError:
-                whole = False
-            if not whole:
-                why = f'{self.path(i)}, part of unfinished work, is missing or damaged'
-                raise ConfigError(f'{why}; --overwrite=True starts over.')
+                if self.digest.hexdigest() != shard['sha256']:
+                    raise ValueError('its bytes have changed')
         for path in {*glob.glob(glob.escape(self.stem) + '-*.bin')} - {*map(self.path, range(len(done)))}:
             os.remove(path)
 
@@ -1095,26 +1088,23 @@ def write_task(config, out, meta, examples):
     With `pack` a row of train holds several examples, each as it would stand alone, and T is `pack`. Then N counts rows, meta
     says how many, and prompt_lengths and steps, which belong to one example, are left out.
     """
-    bound, longest = meta['document_token'], config.longest
+    bound, encoded = meta['document_token'], {}
     meta = meta | {'pad_token': bound, 'aligned': False, 'scores': {}, 'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
-    examples, encodings = dict(examples), {}
     for name, of in examples.items():
-        encoded = [encode_example(meta, e) for e in of]
-        lengths = [len(p) + len(r) for p, r in encoded]
-        fits = [not longest or n <= longest for n in lengths]
-        if not all(fits) and not (config.drop_longer and any(fits)):
-            why = f'{fits.count(False)} of the {len(fits)} examples of {name} are above longest={longest} tokens'
-            raise ConfigError(f'{why}; take longest={max(lengths)}, the longest, or drop_longer=True where some fit.')
-        if not all(fits):
-            print(f'{name}: left out {fits.count(False)} examples above {longest} tokens')
-        examples[name], encodings[name] = (list(itertools.compress(all_of, fits)) for all_of in (of, encoded))
-        most = max(itertools.compress(lengths, fits))
-        if config.pack and name == 'train' and most > config.pack:
+        all_of = [(e, *encode_example(meta, e)) for e in of]
+        lengths = np.array([len(p) + len(r) for _, p, r in all_of])
+        fits = lengths <= (config.longest or math.inf)
+        if longer := len(fits) - np.count_nonzero(fits):
+            if not config.drop_longer or longer == len(fits):
+                why = f'{longer} of the {len(fits)} examples of {name} are above longest={config.longest} tokens'
+                raise ConfigError(f'{why}; take longest={max(lengths)}, the longest, or drop_longer=True where some fit.')
+            print(f'{name}: left out {longer} examples above {config.longest} tokens')
+        if name == 'train' and 0 < config.pack < (most := max(lengths[fits])):
             raise ConfigError(f'pack={config.pack} is too short for an example of {most} tokens; take pack={most} or more.')
+        encoded[name] = list(itertools.compress(all_of, fits))
     with work_folder(out) as work:
-        for name, of in examples.items():
-            encoded = encodings.pop(name)
-            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r)) for p, r in encoded]).T
+        for name, of in encoded.items():
+            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r)) for _, p, r in of]).T
             packed = config.pack and name == 'train'
             rows = pack_rows(lengths, config.pack) if packed else [[i] for i in range(len(of))]
             shape = len(rows), config.pack if packed else int(lengths.max())
@@ -1122,7 +1112,7 @@ def write_task(config, out, meta, examples):
             targets = np.full(shape, -1, dtype=np.int16 if meta['vocab_size'] <= 2**15 else np.int32)
             for row, members in enumerate(rows):
                 start = 0
-                for prompt, response in (encoded[i] for i in members):
+                for _, prompt, response in (of[i] for i in members):
                     p, end = start + len(prompt), start + len(prompt) + len(response)
                     tokens[row, start:p], tokens[row, p:end] = prompt, response
                     scored = start if config.score_prompt else p - 1
@@ -1132,9 +1122,9 @@ def write_task(config, out, meta, examples):
             arrays = {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask}
             arrays['lengths'] = np.array([lengths[members].sum() for members in rows])
             if not packed:
-                arrays |= {'prompt_lengths': prompt_lengths, 'steps': np.array([e['depth'] for e in of])}
+                arrays |= {'prompt_lengths': prompt_lengths, 'steps': np.array([e['depth'] for e, _, _ in of])}
             with open(f'{work}/{name}.jsonl', 'w', encoding='utf-8') as f:
-                f.writelines(json.dumps(e, ensure_ascii=False) + '\n' for e in of)
+                f.writelines(json.dumps(e, ensure_ascii=False) + '\n' for e, _, _ in of)
             save_split(work, meta, name, arrays, {'examples': len(of)} | ({'rows': len(rows)} if packed else {}))
             meta['jsonl_sha256'][name] = file_sha256(f'{work}/{name}.jsonl')
         publish(work, out, meta)
