@@ -132,7 +132,8 @@ def explaining(what, remedy):
     except (ConfigError, MemoryError):
         raise
     except Exception as e:
-        raise ConfigError(f'{what} ({type(e).__name__}: {" ".join(str(e).split())[:300]}); {remedy}.') from None
+        said = f'no field {e}' if isinstance(e, KeyError) else f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
+        raise ConfigError(f'{what} ({said}); {remedy}.') from None
 
 
 def parse(config_class, argv, usage):

@@ -33,7 +33,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -515,8 +515,7 @@ class FineWebEduConfig:
     out: str = key('data/fineweb_edu', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds, unfinished work too')
 
-    def check(self):
-        TextConfig.check(self)
+    check = TextConfig.check
 
 
 def list_corpus(config):
@@ -806,12 +805,11 @@ class S5Config:
     overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        for name in ('steps', 'test_steps'):
-            self.length_range(name)
         for name in ('dictionary_size', 'distractors'):
-            if not self.retrieval and getattr(self, name):
-                raise ConfigError(f'{name}={getattr(self, name)} needs a dictionary; set retrieval=True or {name}=0.')
-            if self.retrieve_by == 'state' and (value := getattr(self, name)):
+            value = getattr(self, name)
+            if value and not self.retrieval:
+                raise ConfigError(f'{name}={value} needs a dictionary; set retrieval=True or {name}=0.')
+            if value and self.retrieve_by == 'state':
                 raise ConfigError(f'{name}={value} fits no retrieve_by=state, where every element is a key; set {name}=0.')
         if self.retrieve_by == 'state' and not self.retrieval:
             raise ConfigError('retrieve_by=state needs a dictionary; set retrieval=True or retrieve_by=action.')
@@ -890,22 +888,19 @@ def plan(config):
     Raises ConfigError when a split asks for more than that.
     """
     train, test = config.length_range('steps'), config.length_range('test_steps')
-    supply = {s: count_examples(config, s) for s in {*train, *test}}
-    quarter = {s: (supply[s] + 1) // 4 if s in train else supply[s] for s in supply}
-    shares = {}
-    test_name = 'test_steps' if config.test_steps else 'steps'
-    for split, name, lengths in (('test', test_name, test), ('val', 'steps', train), ('train', 'steps', train)):
-        taken = {s: sum(share.get(s, 0) for share in shares.values()) for s in lengths}
-        left = {s: supply[s] - taken[s] if split == 'train' else quarter[s] for s in lengths}
+    supply, taken, shares = {s: count_examples(config, s) for s in {*train, *test}}, Counter(), {}
+    for split, lengths in (('test', test), ('val', train), ('train', train)):
+        left = {s: (supply[s] + 1) // 4 if s in train and split != 'train' else supply[s] - taken[s] for s in lengths}
         wanted, most = getattr(config, f'n_{split}'), sum(left.values())
         if wanted > most:
-            why = f'with {name}={getattr(config, name)} there are {most} different examples for {split}'
+            why = f'with {lengths[0]} to {lengths[-1]} steps there are {most} different examples for {split}'
             raise ConfigError(f'n_{split}={wanted} is not possible: {why}; lower n_{split} or allow more steps.')
         weight = {s: Fraction(s**-config.length_bias) for s in lengths}
         shares[split], total = {}, sum(weight.values())
         for s in sorted(lengths, key=lambda s: left[s] / weight[s]):  # the scarcest first: what it lacks goes to the others
             shares[split][s] = min(left[s], wanted * weight[s] // total)
             wanted, total = wanted - shares[split][s], total - weight[s]
+        taken.update(shares[split])
     return shares
 
 
@@ -1136,6 +1131,11 @@ def write_task(config, out, meta, examples):
 
 LETTERS = 'abcdefghijklmnopqrstuvwxyz'
 PEOPLE = 'Ann Ben Cal Dan Eva Fay Gus Hal Ida Jon Kim Leo Mia Ned Ora Pat Quin Ron Sue Tom Una Val Wes Xena Yan Zoe'.split()
+ASSIGNMENTS = {  # form: a variable of a known number, one that has another's, and the question
+    'plain': ('{}={}; ', '{}={}; ', '{}?\n'),
+    'words': ('{} has {} marbles. ', '{} has as many marbles as {}. ', 'How many marbles does {} have?\n'),
+    'code': ('{} = {}\n', '{} = {}\n', 'print({})\n'),
+}
 
 
 @dataclass
@@ -1165,7 +1165,7 @@ class AssignmentConfig(DrawnConfig):
     depth: str = key('1-4', 'aliases between the variable asked for and its number, in train and val: a number or a range')
     variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
     values: str = key('0-99', 'the numbers that variables are given, a range')
-    form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ('plain', 'words', 'code'))
+    form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ASSIGNMENTS)
 
     def check(self):
         super().check()
@@ -1176,25 +1176,17 @@ class AssignmentConfig(DrawnConfig):
     def draw(self, rng, depth):
         """Every statement gives a variable a number or an earlier variable; the last one of the chain is asked for.
         Distractors may be aliases of the chain's variables."""
+        number, other, question = ASSIGNMENTS[self.form]
         names = rng.sample(PEOPLE if self.form == 'words' else LETTERS, self.variables)
         chain = sorted(rng.sample(range(self.variables), depth + 1))
         previous = dict(zip(chain, [None, *chain], strict=False))
         values = number_range('values', self.values, 0, 10**8, '')
-        said, value = [], []
-        for i in range(self.variables):
+        prompt, value = '', []
+        for i, name in enumerate(names):
             alias = previous[i] if i in previous else rng.choice([None, rng.randrange(i)]) if i else None
             value.append(rng.choice(values) if alias is None else value[alias])
-            said.append((names[i], value[i] if alias is None else names[alias], alias is None))
-        asked = names[chain[-1]]
-        if self.form == 'plain':
-            prompt = ''.join(f'{name}={what}; ' for name, what, _ in said) + f'{asked}?\n'
-        elif self.form == 'code':
-            prompt = ''.join(f'{name} = {what}\n' for name, what, _ in said) + f'print({asked})\n'
-        else:
-            has = ('{} has as many marbles as {}. ', '{} has {} marbles. ')
-            prompt = ''.join(has[direct].format(name, what) for name, what, direct in said)
-            prompt += f'How many marbles does {asked} have?\n'
-        return prompt, str(value[chain[-1]])
+            prompt += number.format(name, value[i]) if alias is None else other.format(name, names[alias])
+        return prompt + question.format(names[chain[-1]]), str(value[chain[-1]])
 
 
 @dataclass
@@ -1368,12 +1360,8 @@ def read_questions(task, config):
     for split, rows in (read_source(config.source) if config.source else read_hub(task)).items():
         examples[split] = []
         for where, row in rows:
-            try:
+            with explaining(f'{where} is not of the form of {task}', 'name a source that is'):
                 examples[split].append(question_example(task, row))
-            except KeyError as e:
-                raise ConfigError(f'{where} has no field {e}; is it of {task}?') from None
-            except (TypeError, ValueError, AttributeError, IndexError) as e:
-                raise ConfigError(f'{where} is not of the form of {task} ({e}).') from None
     if ('train' in examples) != ('val' in examples):
         pool = [(hashlib.sha256(e['prompt'].encode()).digest(), e) for e in examples.get('train') or examples['val']]
         in_val = smallest([digest for digest, _ in pool], config.val_fraction)
