@@ -742,20 +742,19 @@ def make_fineweb_edu(_, config):
     total = committed = sum(s['tokens'] for s in written)
     if total:
         print(f'{config.out} holds {total:,} tokens of this already; going on from there.')
-    workers, full = config.workers or os.cpu_count() or 1, False
+    workers, limit = config.workers or os.cpu_count() or 1, config.limit_tokens or math.inf
     work = tokenise_all(batches(state['files'], state['position']), workers, meta, config.val_fraction)
     with contextlib.closing(work), tqdm(initial=total, unit=' tokens', unit_scale=True, disable=None) as progress:
         for position, share, (tokens, lengths, opens, in_val) in work:
-            if config.limit_tokens:
-                fit = np.searchsorted(np.cumsum(lengths), config.limit_tokens - total, 'right')
-                full = fit < len(lengths)
-                lengths, opens, in_val = lengths[:fit], opens[:fit], in_val[:fit]
-                tokens = tokens[: lengths.sum()]
+            fit = np.searchsorted(np.cumsum(lengths), limit - total, 'right')  # so many documents
+            full = fit < len(lengths)
+            lengths, opens, in_val = lengths[:fit], opens[:fit], in_val[:fit]
+            tokens = tokens[: lengths.sum()]
             for name, chosen in (('train', ~in_val), ('val', in_val)):
                 shards[name].append(tokens[np.repeat(chosen, lengths)])
                 state['documents'][name] += int((opens & chosen).sum())
             total += len(tokens)
-            progress.total = max(total, min(int(total / max(share, 1e-9)), config.limit_tokens or 2**62))
+            progress.total = max(total, min(int(total / max(share, 1e-9)), limit))
             progress.update(len(tokens))
             state['position'] = [len(state['files']), 0] if full else position
             if full or total - committed >= min(config.shard_tokens, 2**20):
