@@ -23,9 +23,16 @@ class ConfigError(Exception):
     """A mistake of the person at the keyboard; its text is one sentence that says what to change."""
 
 
-def key(default, meaning, choices=()):
-    """A declared setting: its default (which fixes its type), one line of meaning, and the values allowed if they are few."""
-    return field(default=default, metadata={'meaning': meaning, 'choices': tuple(choices)})
+def key(default, meaning, choices=(), bounds=()):
+    """A declared setting: its default (which fixes its type), one line of meaning, and the values allowed if they are few, or
+    the lowest and the highest of them."""
+    return field(default=default, metadata={'meaning': meaning, 'choices': tuple(choices), 'bounds': tuple(bounds)})
+
+
+def within(name, value, low, high, why):
+    """ConfigError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise ConfigError(f'{name}={value} is not possible: {why}; the nearest is {name}={min(max(value, low), high)}.')
 
 
 def nearest(word, words):
@@ -113,8 +120,20 @@ def print_help(config_class, usage):
     rows = [(f'--{f.name}={show(f.default)}', f.metadata) for f in fields(config_class)]
     width = min(34, max(len(left) for left, _ in rows))
     for left, meta in rows:
-        choices = f' [{" | ".join(str(c) for c in meta["choices"])}]' if meta['choices'] else ''
-        print(f'  {left:<{width}}  {meta["meaning"]}{choices}')
+        allowed = ' | '.join(str(c) for c in meta['choices']) or ' to '.join(f'{b:g}' for b in meta['bounds'])
+        print(f'  {left:<{width}}  {meta["meaning"]}' + (f' [{allowed}]' if allowed else ''))
+
+
+@contextlib.contextmanager
+def explaining(what, remedy):
+    """Around what fails in many ways (another's parser, the network): then ConfigError "WHAT (what went wrong); REMEDY."."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as e:
+        said = f'no field {e}' if isinstance(e, KeyError) else f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
+        raise ConfigError(f'{what} ({said}); {remedy}.') from None
 
 
 def parse(config_class, argv, usage):
@@ -138,10 +157,11 @@ def parse(config_class, argv, usage):
                 values[name] = typed(name, value, declared[name].default)
         config = config_class(**values)
         for name, f in declared.items():
-            if f.metadata['choices'] and getattr(config, name) not in f.metadata['choices']:
-                raise ConfigError(
-                    f'{name}={getattr(config, name)} is not known; {nearest(getattr(config, name), f.metadata["choices"])}'
-                )
+            value, choices, bounds = getattr(config, name), f.metadata['choices'], f.metadata['bounds']
+            if choices and value not in choices:
+                raise ConfigError(f'{name}={value} is not known; {nearest(value, choices)}')
+            if bounds:
+                within(name, value, *bounds, 'it must be {:g} to {:g} ({})'.format(*bounds, f.metadata['meaning']))
         config.check()
         return config
     except ConfigError as e:

@@ -18,9 +18,11 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from tqdm import tqdm
 
 from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, Schedule, count_flops, count_parameters
-from prepare_data import encode, extract_answer, same_answer
+from prepare_data import encode
 from sample import SampleConfig, check_bounds, complete, find_checkpoint, load, prompt_recurs
 from train import Dataset, TrainConfig, pick_device, same_tokens
 
@@ -165,6 +167,102 @@ def score_task(model, data, split, schedule, config, kept):
         found[name] = {'all': float(hit.mean()), 'last': float(hit[last].mean()), 'by_length': shares(hit, length)}
         found[name] |= {'last_by_length': shares(hit[last], length[last]), 'by_position': shares(hit, step)}
     return found
+
+
+def extract_answer(task, text):
+    """The final answer (str) in the text of a response, or None: what follows the last `####` on its line; in math500, which
+    other models answer in their own way, else the content of the last \\boxed{}."""
+    marked = re.findall(r'####([^\n]*)', text)
+    if not marked and task == 'math500' and '\\boxed' in text:
+        marked = [unboxed(text)]
+    return marked[-1].strip() or None if marked else None
+
+
+def same_answer(task, a, b):
+    """Whether two final answers (str; None is no answer, which nothing equals) mean the same in a task.
+
+    Numbers by value: currency, thousands commas, trailing zeros, fractions and a unit may be written or left out, but two
+    different units differ. math500: LaTeX besides, up to spacing and notation, not algebra. pathfinding: the nodes.
+    prosqa: the sentence but for case and full stop. hotpotqa: but for case, punctuation and articles (SQuAD's rule).
+    """
+    if a is None or b is None:
+        return False
+    if task == 'pathfinding':
+        a, b = (re.split(r'(?:\s|,|->|>|→)+', path.strip()) for path in (a, b))
+        return a == b
+    if task == 'prosqa':
+        a, b = (' '.join(text.lower().split()).rstrip('. ') for text in (a, b))
+        return a == b
+    if task == 'hotpotqa':
+        a, b = (re.sub(r'[^\w\s]', '', text.lower()).split() for text in (a, b))
+        return [w for w in a if w not in ('a', 'an', 'the')] == [w for w in b if w not in ('a', 'an', 'the')]
+    if task == 'math500':
+        a, b = plain_latex(a), plain_latex(b)
+        if same_quantity(a, b):
+            return True
+        a, b = (re.split(r'([,()\[\]{}])', ''.join(text.split())) for text in (a, b))  # tuples, intervals, arguments
+        return len(a) == len(b) and all(x == y or same_quantity(x, y) for x, y in zip(a, b, strict=True))
+    return same_quantity(a, b) or ' '.join(a.split()) == ' '.join(b.split())
+
+
+CURRENCIES = {'$': 'dollar', '€': 'euro', '£': 'pound', '¥': 'yen'}
+SCALES = {'k': 10**3, 'dozen': 12, 'hundred': 100, 'thousand': 10**3, 'million': 10**6, 'billion': 10**9}
+
+
+def quantity(text):
+    """(value, unit) of a text that is one number (a Fraction) with at most a unit of three words, None of any other text."""
+    match = re.fullmatch(
+        r'([+-]?)([$€£¥]?)([+-]?)(\d{1,3}(?:,\d{3}){1,300}(?!\d)|\d{1,1000})?(\.\d{1,1000})?(?:/(\d{1,1000}))?'
+        r'\s*(%|°|(?:[a-z]+(?:[ /-][a-z]+){0,2})?)\.?',
+        text.strip().replace('−', '-').lower(),
+        re.ASCII,
+    )
+    if not match or not (match[4] or match[5]) or (match[1] and match[3]) or not int(match[6] or 1):
+        return None
+    value = Fraction((match[1] or match[3]) + (match[4] or '0').replace(',', '') + (match[5] or '')) / int(match[6] or 1)
+    words = [w if w.endswith('ss') else w.removesuffix('s') for w in re.split(r'[ /-]+', match[7]) if w]
+    if words and words[0] in SCALES:
+        value *= SCALES[words.pop(0)]
+    unit = ' '.join({'%': 'percent', '°': 'degree'}.get(w, w) for w in words)
+    return value, unit or CURRENCIES.get(match[2], '')
+
+
+def same_quantity(a, b):
+    a, b = quantity(a), quantity(b)
+    return bool(a and b) and a[0] == b[0] and (a[1] == b[1] or not (a[1] and b[1]))
+
+
+def unboxed(text):
+    """The content of the last \\boxed{..} in a text, braces balanced; the text itself if there is none or it never closes."""
+    start = text.rfind('\\boxed{')
+    depth = 0
+    for i in range(start + 6, len(text)) if start >= 0 else ():
+        depth += {'{': 1, '}': -1}.get(text[i], 0)
+        if not depth:
+            return text[start + 7 : i]
+    return text
+
+
+def plain_latex(text):
+    """A final answer with one spelling for what LaTeX can spell in several: fractions, roots, spacing, text, units, `x =`."""
+    text = unboxed(text).strip().removesuffix('.')
+    text = re.sub(r'\\[()\[\]]|(?<!\\)\$|\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\ |~', '', text)
+    text = re.sub(r'\^\{?\\circ\}?', '°', text)
+    text = re.sub(r'\\([%$])', r'\1', text).replace('\\cdot', '*').replace('{,}', ',')
+    text = re.sub(r'\\[dt]frac', r'\\frac', text)
+    text = re.sub(r'(?<=\d)\s+([a-zA-Z]{3}[a-zA-Z ]*)$', r'\\text{\1}', text)  # a unit; fewer letters are variables
+    parts = re.split(r'\\(?:text|mbox|textbf|textrm|mathrm)\s*\{([^{}]*)\}', text)  # every second part is words
+    text = ''.join(' ' + part.strip() if i % 2 else ''.join(part.split()) for i, part in enumerate(parts)).strip()
+    text = re.sub(r'\\frac(\d)(\d)', r'\\frac{\1}{\2}', text)
+    text = re.sub(r'\\frac(\d)\{', r'\\frac{\1}{', text)
+    text = re.sub(r'\\frac\{([^{}]+)\}(\d)', r'\\frac{\1}{\2}', text)
+    mixed = r'(?<![\w.}^])(\d{1,100})\\frac\{(\d{1,100})\}\{(\d{1,100})\}'
+    text = re.sub(mixed, lambda m: f'{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}', text)
+    text = re.sub(r'(?<![\w.}])\\frac\{(\d+)\}\{(\d+)\}', r'\1/\2', text)
+    text = re.sub(r'([\^_])\{(\w)\}', r'\1\2', text)
+    text = re.sub(r'\\sqrt(\w)', r'\\sqrt{\1}', text)
+    text = re.sub(r'^[a-zA-Z](?:=|\\in(?![a-z]))', '', text)
+    return re.sub(r'(?<=[\d}])(?=[a-zA-Z])', '*', text)  # 2x is a product, not two of the unit x
 
 
 @torch.inference_mode()

@@ -33,7 +33,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -45,7 +45,7 @@ import jinja2.sandbox
 import numpy as np
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, nearest, parse, reporting
+from configurator import ConfigError, explaining, fail, key, nearest, parse, reporting, within
 
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
 DOCUMENT_NAMES = ('<|begin_of_text|>', '<|endoftext|>', '<s>', '<bos>', '</s>')  # of a tokenizer.json, in order of preference
@@ -75,22 +75,24 @@ def extra(package):
 
 
 def without_prefix(part):
-    """A part of a tokenizer.json, changed to put no space before a text: decoding could not tell it from the text's own."""
-    if isinstance(part, list):
-        return [without_prefix(p) for p in part if not (isinstance(p, dict) and p.get('type') == 'Prepend')]
-    if isinstance(part, dict):
-        changed = {'add_prefix_space': False, 'prepend_scheme': 'never'}
-        return {k: changed.get(k, without_prefix(v)) for k, v in part.items()}
+    """An object in a tokenizer.json, changed to put no space before a text: decoding could not tell it from the text's own."""
+    if part.get('type') == 'Prepend':
+        return {'type': 'Sequence', 'normalizers': []}
+    for name, value in (('add_prefix_space', False), ('prepend_scheme', 'never')):
+        if name in part and isinstance(part.get('type'), str):  # else it is a vocabulary, which may hold such words too
+            part[name] = value
     return part
 
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name, text=None):
-    """(function from a text to its ids, bytes of each id, document token) of the tiktoken encoding `name`, or of `text`, the
-    content of a tokenizer.json. Special tokens have no bytes, and no text is encoded to one.
+    """(function from a text to its ids, bytes of each id, document token) of 'bytes', of the tiktoken encoding `name`, or of
+    `text`, the content of a tokenizer.json. Special tokens have no bytes, and no text is encoded to one.
 
     Raises ConfigError for what cannot be loaded. A tokenizer.json without one of DOCUMENT_NAMES gets one id more.
     """
+    if name == 'bytes':
+        return str.encode, [*(bytes([b]) for b in range(DOCUMENT_TOKEN)), b''], DOCUMENT_TOKEN
     if text is None:
         tiktoken = extra('tiktoken')
         if name not in tiktoken.list_encoding_names():
@@ -101,24 +103,15 @@ def load_tokenizer(name, text=None):
         except Exception as e:  # whatever its download raises
             said = type(e).__name__
             raise ConfigError(f'tokenizer={name} could not be loaded ({said}); its first use needs the network.') from None
-        pieces = [b''] * encoding.n_vocab
-        for i in range(encoding.n_vocab):
-            with contextlib.suppress(KeyError):  # some vocabularies have gaps
-                pieces[i] = encoding.decode_single_token_bytes(i)
-        for special in encoding.special_tokens_set:
-            pieces[encoding.encode_single_token(special)] = b''
+        pieces = [b''] * encoding.n_vocab  # of specials, and of the gaps that some vocabularies have
+        for piece in encoding.token_byte_values():
+            pieces[encoding.encode_single_token(piece)] = piece
         return encoding.encode_ordinary, pieces, encoding.eot_token
 
-    try:
-        whole = json.loads(text)
-        for part in ('normalizer', 'pre_tokenizer'):
-            whole[part] = next(iter(without_prefix([whole[part]])), None)
+    with explaining(f'{name} is not a tokenizer.json that can be used', 'take another, or --tokenizer=bytes'):
+        whole = json.loads(text, object_hook=without_prefix)
         tokenizer = extra('tokenizers').Tokenizer.from_str(json.dumps(whole))
         byte_level = '"ByteLevel"' in json.dumps(whole['decoder'])
-    except ConfigError:
-        raise
-    except Exception as e:  # the package raises plain Exceptions
-        raise ConfigError(f'{name} is not a tokenizer.json that can be used: {e}.') from None
     tokenizer.encode_special_tokens = True  # as ordinary text, that is
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -155,14 +148,11 @@ def tokenizer_meta(name):
 
     'token_bytes' are the bytes of each id, 0 for specials. Raises ConfigError for what cannot be loaded.
     """
-    about, pieces, document = {'tokenizer': name}, [bytes([b]) for b in range(DOCUMENT_TOKEN)] + [b''], DOCUMENT_TOKEN
+    about = {'tokenizer': name}
     if name != 'bytes' and (path := tokenizer_file(name)):
-        try:
+        with explaining(f'tokenizer={name} cannot be read', 'name a tokenizer.json or its folder'):
             about = {'tokenizer': 'tokenizer.json', 'tokenizer_json': path.read_text('utf-8')}
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f'tokenizer={name} cannot be read ({e}); name a tokenizer.json or its folder.') from None
-    if name != 'bytes':
-        _, pieces, document = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
+    _, pieces, document = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
     sizes = {'vocab_size': len(pieces), 'document_token': document, 'token_bytes': [len(p) for p in pieces]}
     return about | sizes | {'dtype': token_dtype(len(pieces)).name}
 
@@ -173,29 +163,27 @@ def encode(meta, text):
     'bytes': its UTF-8 bytes, whatever they spell, so never the document token; nor does another tokenizer make a special
     token of a text. 'names': whitespace-separated names; ConfigError for a name that the vocabulary lacks.
     """
+    if meta['tokenizer'] == 'names':
+        ids = {name: i for i, name in enumerate(meta['names'])}
+        for word in text.split():
+            if word not in ids:
+                close = difflib.get_close_matches(word, ids, n=1, cutoff=0)[0]
+                raise ConfigError(f'there is no token named {word!r} in this vocabulary; the nearest is {close!r}.')
+        return [ids[word] for word in text.split()]
+    content = text.encode('utf-8', 'surrogateescape')  # a command line keeps undecodable bytes as surrogates
     if meta['tokenizer'] == 'bytes':
-        return list(text.encode('utf-8', 'surrogateescape'))  # a command line keeps undecodable bytes as surrogates
-    if meta['tokenizer'] != 'names':
-        encode_piece = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[0]
-        text = text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
-        starts = range(0, len(text), ENCODED_AT_ONCE)
-        return [i for start in starts for i in encode_piece(text[start : start + ENCODED_AT_ONCE])]
-    ids = {name: i for i, name in enumerate(meta['names'])}
-    for word in text.split():
-        if word not in ids:
-            close = difflib.get_close_matches(word, ids, n=1, cutoff=0)[0]
-            raise ConfigError(f'there is no token named {word!r} in this vocabulary; the nearest is {close!r}.')
-    return [ids[word] for word in text.split()]
+        return list(content)
+    encode_piece, text = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[0], content.decode('utf-8', 'replace')
+    starts = range(0, len(text), ENCODED_AT_ONCE)
+    return [i for start in starts for i in encode_piece(text[start : start + ENCODED_AT_ONCE])]
 
 
 def decode(meta, ids):
     """Bytes of token ids. Special tokens are b'' and a name ends in a space, so pieces decoded apart can be joined."""
-    if meta['tokenizer'] == 'bytes':
-        return bytes(int(i) for i in ids if i != meta['document_token'])
-    if meta['tokenizer'] != 'names':
-        pieces = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[1]
-        return b''.join([pieces[i] for i in ids])
-    return ''.join(meta['names'][i] + ' ' for i in ids).encode()
+    if meta['tokenizer'] == 'names':
+        return ''.join(meta['names'][i] + ' ' for i in ids).encode()
+    pieces = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))[1]
+    return b''.join([pieces[i] for i in ids])
 
 
 def tokens_of(meta, content, opens=True):
@@ -246,10 +234,8 @@ def compile_template(template):
 def render(meta, messages, add_generation_prompt=True):
     """The text of a conversation by the chat template in `meta`; ConfigError for one that the template refuses."""
     given = {'messages': messages, 'add_generation_prompt': add_generation_prompt} | meta['template_tokens']
-    try:
+    with explaining('the chat template fails', 'take another, or --chat=False'):
         return compile_template(meta['chat_template']).render(given)
-    except Exception as e:  # whatever a template does
-        raise ConfigError(f'the chat template fails ({type(e).__name__}: {e}); take another, or --chat=False.') from None
 
 
 @functools.lru_cache(maxsize=4)
@@ -269,15 +255,13 @@ def chat_meta(name, tokenizer_json):
     and have it nowhere else, that is the 'document_token'. Raises ConfigError for files that cannot be used.
     """
     folder = tokenizer_file(name).parent
-    try:
+    with explaining(f'the chat template in {folder} cannot be read', 'repair it, or take --chat=False'):
         about, template = (folder / name for name in ('tokenizer_config.json', 'chat_template.jinja'))
         about = json.loads(about.read_text('utf-8')) if about.exists() else {}
         template = template.read_text('utf-8') if template.exists() else about.get('chat_template')
         if isinstance(template, list):  # several, by name
             template = next((t['template'] for t in template if t['name'] == 'default'), None)
         tokens = {k: v.get('content') if isinstance(v, dict) else v for k, v in about.items() if k.endswith('_token')}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        raise ConfigError(f'the chat template in {folder} cannot be read ({e}); repair it, or take --chat=False.') from None
     if not template:
         return {}
     meta = {'chat_template': template, 'template_tokens': {k: v for k, v in tokens.items() if isinstance(v, str)}}
@@ -313,12 +297,6 @@ def chat_tokens(meta, messages):
 
 # ---------------------------------------------------------------------------------------------------------------------------
 # Folders
-
-
-def within(name, value, low, high, why):
-    """ConfigError unless low <= value <= high."""
-    if not low <= value <= high:
-        raise ConfigError(f'{name}={value} is not possible: {why}; the nearest is {name}={min(max(value, low), high)}.')
 
 
 def check_fraction(value):
@@ -357,20 +335,17 @@ def is_ready(out, overwrite, wanted):
     names = os.listdir(out) if os.path.isdir(out) else []
     if overwrite or all(PIECES.fullmatch(name) and not name.endswith('.json') for name in names):  # a killed run's
         return False
-    try:
+    with explaining(f'out={out} holds other files, or a damaged dataset', 'choose another out, or --overwrite=True'):
         meta = json.loads(Path(out, 'meta.json').read_text('utf-8'))
         if any(meta.get(k) != v for k, v in wanted.items()):
             raise ConfigError(f'out={out} holds a dataset made with other settings; choose another out, or --overwrite=True.')
-        suffix = 'bin' if meta['kind'] == 'text' else 'npz'
-        whole = all(
-            file_sha256(os.path.join(out, f'{name}.{suffix}')) == s['sha256']
-            for split, about in meta['splits'].items()
-            for name, s in (shard_names(split, about['shards']) if 'shards' in about else [(split, about)])
-        ) and all(file_sha256(os.path.join(out, f'{name}.jsonl')) == s for name, s in meta.get('jsonl_sha256', {}).items())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        whole = False
-    if not whole:
-        raise ConfigError(f'out={out} holds other files, or a damaged dataset; choose another out, or --overwrite=True.')
+        ending = 'bin' if meta['kind'] == 'text' else 'npz'
+        files = {f'{name}.jsonl': digest for name, digest in meta.get('jsonl_sha256', {}).items()}
+        for split, about in meta['splits'].items():
+            parts = shard_names(split, about['shards']) if 'shards' in about else [(split, about)]
+            files |= {f'{name}.{ending}': part['sha256'] for name, part in parts}
+        if damaged := [name for name, digest in files.items() if file_sha256(os.path.join(out, name)) != digest]:
+            raise ValueError(f'{damaged[0]} has changed')
     print(f'{out} already holds this dataset; --overwrite=True makes it again.')
     return True
 
@@ -395,12 +370,11 @@ def write_json(path, value):
 
 def publish(work, out, meta):
     """Moves the finished files of the folder `work` to `out`; killed at any moment, it leaves no meta.json or a true one."""
-    with open(os.path.join(work, 'meta.json'), 'w', encoding='utf-8') as f:
-        json.dump(meta, f, indent=1)
     os.makedirs(out, exist_ok=True)
     clear(out)  # meta.json goes first ...
-    for name in sorted(os.listdir(work), key=lambda name: name == 'meta.json'):  # ... and comes last
+    for name in os.listdir(work):
         os.replace(os.path.join(work, name), os.path.join(out, name))
+    write_json(os.path.join(out, 'meta.json'), meta)  # ... and comes last
     announce(out, meta)
 
 
@@ -481,7 +455,7 @@ def find_files(config):
     return sorted(found, key=found.get)  # a stable sort: equal names stay in the order of the sources
 
 
-def make_text(config):
+def make_text(_, config):
     """Tokens of files, one document per file, each opened by the document token, in train.bin and val.bin.
 
     The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So a split
@@ -511,16 +485,15 @@ def make_text(config):
 
     splits = {name: {'tokens': 0, 'documents': 0} for name in ('train', 'val')}
     with work_folder(config.out) as work:
-        with open(f'{work}/train.bin', 'wb') as train, open(f'{work}/val.bin', 'wb') as val:
-            for path, digest in tqdm(documents.items(), desc='writing', unit='file', disable=None):
-                content = Path(path).read_bytes()
-                if hashlib.sha256(content).digest() != digest:
-                    raise ConfigError(f'{path} changed while it was being read; start again when it is at rest.')
-                tokens = tokens_of(wanted, content)
-                tokens.tofile(val if digest in in_val else train)
-                split = splits['val' if digest in in_val else 'train']
-                split['tokens'] += len(tokens)
-                split['documents'] += 1
+        for path, digest in tqdm(documents.items(), desc='writing', unit='file', disable=None):
+            content = Path(path).read_bytes()
+            if hashlib.sha256(content).digest() != digest:
+                raise ConfigError(f'{path} changed while it was being read; start again when it is at rest.')
+            tokens, name = tokens_of(wanted, content), 'val' if digest in in_val else 'train'
+            with open(f'{work}/{name}.bin', 'ab') as f:
+                f.write(tokens)
+            splits[name]['tokens'] += len(tokens)
+            splits[name]['documents'] += 1
         for name, split in splits.items():
             split['sha256'] = file_sha256(f'{work}/{name}.bin')
         publish(work, config.out, wanted | {'splits': splits})
@@ -535,18 +508,14 @@ class FineWebEduConfig:
     subset: str = key('10BT', "the hub's sample of 10 or 100 billion tokens", ('10BT', '100BT'))
     source: str = key('', 'parquet, jsonl or txt files, folders or patterns joined by commas, instead of the hub')
     tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
-    workers: int = key(0, 'processes that tokenise; 0: one a core')
-    shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest')
-    limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all')
+    workers: int = key(0, 'processes that tokenise; 0: one a core', bounds=(0, 1024))
+    shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest', bounds=(1000, 2**33))
+    limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all', bounds=(0, 2**62))
     val_fraction: float = key(0.001, 'share of the documents that goes to val, by their sha256')
     out: str = key('data/fineweb_edu', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds, unfinished work too')
 
-    def check(self):
-        within('workers', self.workers, 0, 1024, 'there are 1 to 1024 processes, and 0 is one a core')
-        within('shard_tokens', self.shard_tokens, 1000, 2**33, 'a shard has a thousand to 2^33 tokens')
-        within('limit_tokens', self.limit_tokens, 0, 2**62, 'a limit is positive, and 0 is none')
-        TextConfig.check(self)
+    check = TextConfig.check
 
 
 def list_corpus(config):
@@ -555,13 +524,9 @@ def list_corpus(config):
     Raises ConfigError for a missing, an empty or another kind of file, and for a folder that would need its own code.
     """
     if not config.source:
-        datasets = extra('datasets')
-        try:
-            builder = datasets.load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
+        with explaining('the hub could not be reached', '--source=FILES takes files on this disk'):
+            builder = extra('datasets').load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
             return [[str(path), 1] for path in builder.config.data_files['train']]  # each names its revision
-        except Exception as e:  # whatever its many layers raise
-            said = type(e).__name__
-            raise ConfigError(f'the hub could not be reached ({said}); --source=FILES takes files on this disk.') from None
     files = find_files(TextConfig(source=config.source, extensions='parquet,jsonl,txt,py', out=config.out))
     for path in files:
         if path.endswith('.py'):
@@ -582,38 +547,37 @@ def read_corpus(path, skip):
     An entry is a document: a row of a parquet file, a line of a jsonl file (its "text"), or a whole txt file, which comes in
     pieces, an entry each. Content may be empty. Raises ConfigError where the file cannot be read or is not UTF-8.
     """
-    number = skip
+    number, digest = skip, None
     try:
         remote = '://' in path
-        opening = importlib.import_module('datasets.utils.file_utils').xopen if remote else open  # the former tries again
-        with opening(path, 'rb') as f:
+        with (extra('datasets.utils.file_utils').xopen if remote else open)(path, 'rb') as f:  # xopen tries again
+            size = f.seek(0, os.SEEK_END)
+            f.seek(0)
             if path.endswith('.parquet'):
-                table, pyarrow, first = extra('pyarrow.parquet').ParquetFile(f), extra('pyarrow'), 0
-                for group in range(table.num_row_groups):
-                    end = first + table.metadata.row_group(group).num_rows
-                    for batch in table.iter_batches(256, [group], ['text']) if end > skip else ():
-                        column = batch.column('text').cast(pyarrow.large_binary())[max(number - first, 0) :]
-                        first += len(batch)
-                        for value in column:
-                            content = value.as_py() or b''
-                            content.decode()
-                            yield hashlib.sha256(content).digest(), True, content, number / table.metadata.num_rows
-                            number += 1
-                    first = end
+                table = extra('pyarrow.parquet').ParquetFile(f)
+                size = table.metadata.num_rows
+                ends = np.cumsum([table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)])
+                group = np.searchsorted(ends, skip, 'right')  # the first that is not read to its end
+                rows = (  # of one group at a time; asked for together, all would stay in memory
+                    row.as_py() or b''
+                    for i in range(group, len(ends))
+                    for batch in table.iter_batches(256, [i], ['text'])
+                    for row in batch['text'].cast('large_binary')
+                )
+                contents = itertools.islice(rows, skip - (ends[group - 1] if group else 0), None)
             elif path.endswith('.jsonl'):
-                size = math.inf if remote else os.path.getsize(path)
-                for line in itertools.islice(f, skip, None):
-                    content = json.loads(line)['text'].encode() if line.strip() else b''
-                    yield hashlib.sha256(content).digest(), True, content, f.tell() / size
-                    number += 1
+                lines = itertools.islice(f, skip, None)
+                contents = (json.loads(line)['text'].encode() if line.strip() else b'' for line in lines)
             else:
-                digest, size = bytes.fromhex(file_sha256(path)), os.path.getsize(path)
-                decoder, number = codecs.getincrementaldecoder('utf-8')(), 0
-                while block := f.read(PIECE_LENGTH):
-                    content = decoder.decode(block, final=f.tell() == size).encode()
-                    if number >= skip:
-                        yield digest, number == 0, content, f.tell() / size
-                    number += 1
+                digest, decoder = bytes.fromhex(file_sha256(path)), codecs.getincrementaldecoder('utf-8')()
+                blocks = iter(lambda: f.read(PIECE_LENGTH), b'')
+                contents = (decoder.decode(block, final=f.tell() == size).encode() for block in blocks)
+                contents = itertools.islice(contents, skip, None)
+            for content in contents:
+                content.decode()
+                share = (number if path.endswith('.parquet') else f.tell()) / size
+                yield digest or hashlib.sha256(content).digest(), not digest or number == 0, content, share
+                number += 1
     except (ConfigError, MemoryError):
         raise
     except Exception as e:  # of a damaged file, or of the network
@@ -683,49 +647,41 @@ class Shards:
     commit(). What an interrupted run has written beyond them is cut off. Raises ConfigError when they are damaged."""
 
     def __init__(self, folder, name, size, done):
-        self.folder, self.name, self.size, self.entries = folder, name, size, done
-        self.file, self.digest, paths = None, None, [self.path(i) for i in range(len(done))]
-        for path, shard in zip(paths, done, strict=True):
-            digest = None
-            with contextlib.suppress(OSError):
-                os.truncate(path, shard['bytes'])
-                with open(path, 'rb') as f:
-                    digest = self.digest = hashlib.file_digest(f, 'sha256')
-            if digest is None or digest.hexdigest() != shard['sha256']:
-                raise ConfigError(f'{path}, part of unfinished work, is missing or damaged; --overwrite=True starts over.')
-        for path in {*glob.glob(os.path.join(glob.escape(folder), name + '-*.bin'))} - {*paths}:
+        self.stem, self.size, self.entries, self.digest = os.path.join(folder, name), size, done, None
+        for i, shard in enumerate(done):
+            with explaining(f'{self.path(i)}, part of unfinished work, is missing or damaged', '--overwrite=True starts over'):
+                os.truncate(self.path(i), shard['bytes'])
+                with open(self.path(i), 'rb') as f:
+                    self.digest = hashlib.file_digest(f, 'sha256')
+                if self.digest.hexdigest() != shard['sha256']:
+                    raise ValueError('its bytes have changed')
+        for path in {*glob.glob(glob.escape(self.stem) + '-*.bin')} - {*map(self.path, range(len(done)))}:
             os.remove(path)
-        if done:
-            self.file = open(paths[-1], 'ab')
 
     def path(self, i):
-        return os.path.join(self.folder, f'{self.name}-{i:05}.bin')
+        return f'{self.stem}-{i:05}.bin'
 
     def append(self, tokens):
         while len(tokens):
             if not self.entries or self.entries[-1]['tokens'] == self.size:
                 self.commit()
-                self.close()
-                self.file, self.digest = open(self.path(len(self.entries)), 'wb'), hashlib.sha256()
                 self.entries.append({'tokens': 0, 'bytes': 0})
+                self.digest = hashlib.sha256()
             entry = self.entries[-1]
             part, tokens = np.split(tokens, [self.size - entry['tokens']])
-            self.file.write(part.tobytes())
-            self.digest.update(part.tobytes())
+            with open(self.path(len(self.entries) - 1), 'ab') as f:
+                f.write(part)
+            self.digest.update(part)
             entry['tokens'] += len(part)
             entry['bytes'] += part.nbytes
 
     def commit(self):
         """Entries [{'tokens', 'bytes', 'sha256'}] of all that was appended, which is on the disk from now on."""
-        if self.file:
-            self.file.flush()
-            os.fsync(self.file.fileno())
+        if self.entries:
+            with open(self.path(len(self.entries) - 1), 'ab') as f:
+                os.fsync(f.fileno())
             self.entries[-1]['sha256'] = self.digest.hexdigest()
         return self.entries
-
-    def close(self):
-        if self.file:
-            self.file.close()
 
 
 def check_space(config, files, itemsize, there):
@@ -736,10 +692,9 @@ def check_space(config, files, itemsize, there):
     else:
         tokens = {'10BT': 10e9, '100BT': 100e9}[config.subset] * (4 if config.tokenizer == 'bytes' else 1)
     need = min(tokens, config.limit_tokens or math.inf) * itemsize - there
-    folder = os.path.abspath(config.out)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    if (free := shutil.disk_usage(folder).free) < need:
+    folder = Path(config.out).absolute()
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    if free < need:
         why = f'out={config.out} needs about {need / 1e9:.3g} GB and its disk has {free / 1e9:.3g} GB free'
         raise ConfigError(f'{why}; choose another disk, or --limit_tokens={int((free + there) / itemsize * 0.9)}.')
 
@@ -748,18 +703,17 @@ def read_unfinished(config, path, identity):
     """What unfinished.json at `path` records, or None where there is none; ConfigError unless the work can go on from there."""
     if not os.path.exists(path):
         return None
-    try:
+    with explaining(f'{path} cannot be read', '--overwrite=True starts over'):
         state = json.loads(Path(path).read_text('utf-8'))
-        if state['identity'] != identity:
-            raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
-        if config.source and state['files'] != list_corpus(config):
-            raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
-    except (ValueError, LookupError, TypeError):
-        raise ConfigError(f'{path} cannot be read; --overwrite=True starts over.') from None
+        theirs, files = state['identity'], state['files']
+    if theirs != identity:
+        raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
+    if config.source and files != list_corpus(config):
+        raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
     return state
 
 
-def make_fineweb_edu(config):
+def make_fineweb_edu(_, config):
     """Shards of a corpus, train-00000.bin and val-00000.bin and so on, in the order of the source; documents may cross shards.
 
     Until all is done, unfinished.json records what is safely written and the position in the source behind it, and the same
@@ -773,38 +727,36 @@ def make_fineweb_edu(config):
     if os.path.exists(path) and os.path.exists(done):  # killed at its very last step
         os.remove(path)
     identity = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
-    state = None if config.overwrite else read_unfinished(config, path, identity)
-    if state is None and is_ready(config.out, config.overwrite, wanted):
+    begun = None if config.overwrite else read_unfinished(config, path, identity)
+    if begun is None and is_ready(config.out, config.overwrite, wanted):
         return
-    files = state['files'] if state else list_corpus(config)
+    state = begun or {'identity': identity, 'files': list_corpus(config), 'position': [0, 0]}
+    state = {'documents': {'train': 0, 'val': 0}, 'shards': {'train': [], 'val': []}} | state
 
-    itemsize = np.dtype(meta['dtype']).itemsize
-    check_space(config, files, itemsize, sum(s['bytes'] for of in state['shards'].values() for s in of) if state else 0)
+    written = [shard for of in state['shards'].values() for shard in of]
+    check_space(config, state['files'], np.dtype(meta['dtype']).itemsize, sum(s['bytes'] for s in written))
     os.makedirs(config.out, exist_ok=True)
-    if state is None:
+    if begun is None:
         clear(config.out)
-        state = {'identity': identity, 'files': files, 'position': [0, 0]}
-        state |= {'documents': {'train': 0, 'val': 0}, 'shards': {'train': [], 'val': []}}
     shards = {name: Shards(config.out, name, config.shard_tokens, done) for name, done in state['shards'].items()}
-    total = sum(s['tokens'] for split in state['shards'].values() for s in split)
+    total = committed = sum(s['tokens'] for s in written)
     if total:
         print(f'{config.out} holds {total:,} tokens of this already; going on from there.')
-    workers, committed, full = config.workers or os.cpu_count() or 1, total, False
-    work = tokenise_all(batches(files, state['position']), workers, meta, config.val_fraction)
+    workers, limit = config.workers or os.cpu_count() or 1, config.limit_tokens or math.inf
+    work = tokenise_all(batches(state['files'], state['position']), workers, meta, config.val_fraction)
     with contextlib.closing(work), tqdm(initial=total, unit=' tokens', unit_scale=True, disable=None) as progress:
         for position, share, (tokens, lengths, opens, in_val) in work:
-            if config.limit_tokens:
-                fit = np.searchsorted(np.cumsum(lengths), config.limit_tokens - total, 'right')
-                full = fit < len(lengths)
-                lengths, opens, in_val = lengths[:fit], opens[:fit], in_val[:fit]
-                tokens = tokens[: lengths.sum()]
+            fit = np.searchsorted(np.cumsum(lengths), limit - total, 'right')  # so many documents
+            full = fit < len(lengths)
+            lengths, opens, in_val = lengths[:fit], opens[:fit], in_val[:fit]
+            tokens = tokens[: lengths.sum()]
             for name, chosen in (('train', ~in_val), ('val', in_val)):
                 shards[name].append(tokens[np.repeat(chosen, lengths)])
                 state['documents'][name] += int((opens & chosen).sum())
             total += len(tokens)
-            progress.total = max(total, min(int(total / max(share, 1e-9)), config.limit_tokens or 2**62))
+            progress.total = max(total, min(int(total / max(share, 1e-9)), limit))
             progress.update(len(tokens))
-            state['position'] = [len(files), 0] if full else position
+            state['position'] = [len(state['files']), 0] if full else position
             if full or total - committed >= min(config.shard_tokens, 2**20):
                 state['shards'] = {name: of.commit() for name, of in shards.items()}
                 write_json(path, state)
@@ -815,13 +767,12 @@ def make_fineweb_edu(config):
     write_json(path, state)
     splits = {}
     for name, of in state['shards'].items():
-        shards[name].close()
         if not of:
             clear(config.out)
             raise ConfigError(f'none of the {total:,} tokens fell into {name}; take more text or another val_fraction.')
-        digest = hashlib.sha256(''.join(s['sha256'] for s in of).encode()).hexdigest()
-        splits[name] = {'tokens': sum(s['tokens'] for s in of), 'documents': state['documents'][name], 'sha256': digest}
-        splits[name]['shards'] = [{'tokens': s['tokens'], 'sha256': s['sha256']} for s in of]
+        about = {'tokens': sum(s['tokens'] for s in of), 'documents': state['documents'][name]}
+        about['sha256'] = hashlib.sha256(''.join(s['sha256'] for s in of).encode()).hexdigest()
+        splits[name] = about | {'shards': [{'tokens': s['tokens'], 'sha256': s['sha256']} for s in of]}
     write_json(done, wanted | {'splits': splits})
     os.remove(path)
     announce(config.out, {'splits': splits})
@@ -833,34 +784,31 @@ def make_fineweb_edu(config):
 
 @dataclass
 class S5Config:
-    group: int = key(5, 'n of the permutation group S_n, 2 to 5')
+    group: int = key(5, 'n of the permutation group S_n', bounds=(2, 5))
     actions: str = key('all', 'all elements, or generators: adjacent transpositions and the n-cycle', ('all', 'generators'))
     steps: str = key('1-8', 'actions per example of train and val: a number or a range')
     test_steps: str = key('', 'actions per example of test, which may be more; empty: as in training')
-    length_bias: float = key(0.0, 'prefers short examples: a length of s steps is drawn with weight s^-length_bias; 0: evenly')
+    length_bias: float = key(0.0, 'a length of s steps is drawn with weight s^-length_bias; 0: evenly', bounds=(0, 10))
     retrieval: bool = key(True, 'a dictionary comes first, and every action asks for values in it')
     retrieve_by: str = key('action', 'what is looked up: the action, or the state after it (all are keys)', ('action', 'state'))
     dictionary_size: int = key(0, "keys that an example's actions are drawn from; 0: all actions")
     distractors: int = key(0, 'further keys in the dictionary that never act')
-    value_len: int = key(1, 'value tokens per key')
-    n_values: int = key(8, 'different value tokens')
+    value_len: int = key(1, 'value tokens per key', bounds=(1, 100))
+    n_values: int = key(8, 'different value tokens', bounds=(1, 10_000))
     recur_on_prompt: bool = key(False, 'read memory on the dictionary too')
-    seed: int = key(0, 'of all draws')
-    n_train: int = key(100_000, 'examples of train')
-    n_val: int = key(2_000, 'examples of val')
-    n_test: int = key(2_000, 'examples of test')
+    seed: int = key(0, 'of all draws', bounds=(0, math.inf))
+    n_train: int = key(100_000, 'examples of train', bounds=(1, 10**9))
+    n_val: int = key(2_000, 'examples of val', bounds=(1, 10**9))
+    n_test: int = key(2_000, 'examples of test', bounds=(1, 10**9))
     out: str = key('', 'the folder to write; empty: data/s and the group')
     overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        within('group', self.group, 2, 5, 'groups S_2 to S_5 are made')
-        for name in ('steps', 'test_steps'):
-            self.length_range(name)
-        within('length_bias', self.length_bias, 0, 10, 'a weight is s^0 to s^-10')
         for name in ('dictionary_size', 'distractors'):
-            if not self.retrieval and getattr(self, name):
-                raise ConfigError(f'{name}={getattr(self, name)} needs a dictionary; set retrieval=True or {name}=0.')
-            if self.retrieve_by == 'state' and (value := getattr(self, name)):
+            value = getattr(self, name)
+            if value and not self.retrieval:
+                raise ConfigError(f'{name}={value} needs a dictionary; set retrieval=True or {name}=0.')
+            if value and self.retrieve_by == 'state':
                 raise ConfigError(f'{name}={value} fits no retrieve_by=state, where every element is a key; set {name}=0.')
         if self.retrieve_by == 'state' and not self.retrieval:
             raise ConfigError('retrieve_by=state needs a dictionary; set retrieval=True or retrieve_by=action.')
@@ -868,11 +816,6 @@ class S5Config:
         within('dictionary_size', self.dictionary_size, 0, actions, f'there are {actions} actions, and 0 means all')
         most = elements - self.n_keys
         within('distractors', self.distractors, 0, most, f'{self.n_keys} of the {elements} elements are keys already')
-        within('value_len', self.value_len, 1, 100, 'a key has 1 to 100 value tokens')
-        within('n_values', self.n_values, 1, 10_000, 'there are 1 to 10000 different value tokens')
-        within('seed', self.seed, 0, math.inf, 'a seed is not negative')
-        for name in ('n_train', 'n_val', 'n_test'):
-            within(name, getattr(self, name), 1, 10**9, 'a split has 1 to 10^9 examples')
         plan(self)
 
     @functools.cached_property
@@ -944,22 +887,19 @@ def plan(config):
     Raises ConfigError when a split asks for more than that.
     """
     train, test = config.length_range('steps'), config.length_range('test_steps')
-    supply = {s: count_examples(config, s) for s in {*train, *test}}
-    quarter = {s: (supply[s] + 1) // 4 if s in train else supply[s] for s in supply}
-    shares = {}
-    test_name = 'test_steps' if config.test_steps else 'steps'
-    for split, name, lengths in (('test', test_name, test), ('val', 'steps', train), ('train', 'steps', train)):
-        taken = {s: sum(share.get(s, 0) for share in shares.values()) for s in lengths}
-        left = {s: supply[s] - taken[s] if split == 'train' else quarter[s] for s in lengths}
+    supply, taken, shares = {s: count_examples(config, s) for s in {*train, *test}}, Counter(), {}
+    for split, lengths in (('test', test), ('val', train), ('train', train)):
+        left = {s: (supply[s] + 1) // 4 if s in train and split != 'train' else supply[s] - taken[s] for s in lengths}
         wanted, most = getattr(config, f'n_{split}'), sum(left.values())
         if wanted > most:
-            why = f'with {name}={getattr(config, name)} there are {most} different examples for {split}'
+            why = f'with {lengths[0]} to {lengths[-1]} steps there are {most} different examples for {split}'
             raise ConfigError(f'n_{split}={wanted} is not possible: {why}; lower n_{split} or allow more steps.')
         weight = {s: Fraction(s**-config.length_bias) for s in lengths}
         shares[split], total = {}, sum(weight.values())
         for s in sorted(lengths, key=lambda s: left[s] / weight[s]):  # the scarcest first: what it lacks goes to the others
             shares[split][s] = min(left[s], wanted * weight[s] // total)
             wanted, total = wanted - shares[split][s], total - weight[s]
+        taken.update(shares[split])
     return shares
 
 
@@ -1018,31 +958,28 @@ def draw_split(config, index, share, seen, progress):
     tokens = np.full((n, longest), pad, dtype=np.min_scalar_type(pad))
     targets = np.full((n, longest), -1, dtype=np.int16)
     recur_mask = np.zeros((n, longest), dtype=bool)
-    for s, wanted in share.items():
+    for s in share:
         prefix, length = row_length(config, s)
         rng = np.random.default_rng([config.seed, index, s])
-        places, kept, fresh_rate = np.flatnonzero(steps == s), 0, 1.0
+        places, fresh_rate = np.flatnonzero(steps == s), 1.0
         recur_mask[places, 0 if config.recur_on_prompt else prefix : length] = True
-        while kept < wanted:
+        while len(places):
             # Few of the examples drawn are new when a length nears its end; a block bounds the memory.
-            count = min(math.ceil((wanted - kept) / fresh_rate), max(1, 2**20 // longest))
+            count = min(math.ceil(len(places) / fresh_rate), max(1, 2**20 // longest))
             rows, answers = draw_examples(config, rng, count, s)
             rows = rows.astype(tokens.dtype)
-            fresh = []
-            for i, row in enumerate(rows):
-                if kept + len(fresh) < wanted and (text := row.tobytes()) not in seen[s]:
-                    seen[s].add(text)
-                    fresh.append(i)
-            here = places[kept : kept + len(fresh)]
-            tokens[here, :length], targets[here, :length] = rows[fresh], answers[fresh]
-            kept += len(fresh)
+            fresh = {text: i for i, row in enumerate(rows) if (text := row.tobytes()) not in seen[s]}
+            fresh = dict(itertools.islice(fresh.items(), len(places)))
+            seen[s].update(fresh)
+            here, places = np.split(places, [len(fresh)])
+            tokens[here, :length], targets[here, :length] = (of[[*fresh.values()]] for of in (rows, answers))
             fresh_rate = max(len(fresh), 1) / count
             progress.update(len(fresh))
     lengths = np.sum(tokens != pad, axis=1)
     return {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask, 'lengths': lengths, 'steps': steps}
 
 
-def make_s5(config):
+def make_s5(task, config):
     """Track a permutation while looking up values: train.npz, val.npz and test.npz of arrays
 
     tokens (N, T) padded, targets (N, T) with -1 where nothing is scored, recur_mask (N, T) True where memory is read,
@@ -1050,7 +987,7 @@ def make_s5(config):
     Vocabulary: n! elements, then n_values values, delimiter, slot, pad; it is the same with and without retrieval.
     """
     out = config.out or f'data/s{config.group}'
-    wanted = {'kind': 'task', 'task': 's5', 'settings': settings_of(config)}
+    wanted = {'kind': 'task', 'task': task, 'settings': settings_of(config)}
     if is_ready(out, config.overwrite, wanted):
         return
     names = ['p' + ''.join(map(str, p)) for p in itertools.permutations(range(config.group))]
@@ -1059,7 +996,7 @@ def make_s5(config):
     scores = {'state': [0, elements]} | ({'retrieval': [elements, elements + config.n_values]} if config.retrieval else {})
     vocabulary = {'tokenizer': 'names', 'names': names, 'vocab_size': len(names), 'pad_token': len(names) - 1}
     seen, shares = defaultdict(set), plan(config)
-    longest, splits = ({name: None for name in ('train', 'val', 'test')} for _ in range(2))
+    longest, splits = (dict.fromkeys(('train', 'val', 'test')) for _ in range(2))
     meta = wanted | vocabulary | {'aligned': True, 'longest': longest, 'scores': scores, 'splits': splits}
     total = sum(sum(share.values()) for share in shares.values())
     with work_folder(out) as work, tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
@@ -1080,17 +1017,15 @@ class TextTaskConfig:
 
     tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     chat: bool = key(True, "ask in the chat template of the tokenizer's folder, where there is one")
-    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs')
+    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs', bounds=(0, 10**6))
     drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
-    pack: int = key(0, 'tokens of a row of train, which several examples share; 0: a row each')
+    pack: int = key(0, 'tokens of a row of train, which several examples share; 0: a row each', bounds=(0, 10**6))
     score_prompt: bool = key(False, 'train on the prompt too')
     recur_on_prompt: bool = key(False, 'read memory on the prompt too')
     out: str = key('', 'the folder to write; empty: data/ and the name of the dataset')
     overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        within('longest', self.longest, 0, 10**6, 'a limit is 1 to 10^6 tokens, and 0 is none')
-        within('pack', self.pack, 0, 10**6, 'a row has 1 to 10^6 tokens, and 0 packs nothing')
         if self.drop_longer and not self.longest:
             raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
 
@@ -1147,26 +1082,23 @@ def write_task(config, out, meta, examples):
     With `pack` a row of train holds several examples, each as it would stand alone, and T is `pack`. Then N counts rows, meta
     says how many, and prompt_lengths and steps, which belong to one example, are left out.
     """
-    bound, longest = meta['document_token'], config.longest
+    bound, encoded = meta['document_token'], {}
     meta = meta | {'pad_token': bound, 'aligned': False, 'scores': {}, 'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
-    examples, encodings = dict(examples), {}
     for name, of in examples.items():
-        encoded = [encode_example(meta, e) for e in of]
-        lengths = [len(p) + len(r) for p, r in encoded]
-        fits = [not longest or n <= longest for n in lengths]
-        if not all(fits) and not (config.drop_longer and any(fits)):
-            why = f'{fits.count(False)} of the {len(fits)} examples of {name} are above longest={longest} tokens'
-            raise ConfigError(f'{why}; take longest={max(lengths)}, the longest, or drop_longer=True where some fit.')
-        if not all(fits):
-            print(f'{name}: left out {fits.count(False)} examples above {longest} tokens')
-        examples[name], encodings[name] = (list(itertools.compress(all_of, fits)) for all_of in (of, encoded))
-        most = max(itertools.compress(lengths, fits))
-        if config.pack and name == 'train' and most > config.pack:
+        all_of = [(e, *encode_example(meta, e)) for e in of]
+        lengths = np.array([len(p) + len(r) for _, p, r in all_of])
+        fits = lengths <= (config.longest or math.inf)
+        if longer := len(fits) - np.count_nonzero(fits):
+            if not config.drop_longer or longer == len(fits):
+                why = f'{longer} of the {len(fits)} examples of {name} are above longest={config.longest} tokens'
+                raise ConfigError(f'{why}; take longest={max(lengths)}, the longest, or drop_longer=True where some fit.')
+            print(f'{name}: left out {longer} examples above {config.longest} tokens')
+        if name == 'train' and 0 < config.pack < (most := max(lengths[fits])):
             raise ConfigError(f'pack={config.pack} is too short for an example of {most} tokens; take pack={most} or more.')
+        encoded[name] = list(itertools.compress(all_of, fits))
     with work_folder(out) as work:
-        for name, of in examples.items():
-            encoded = encodings.pop(name)
-            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r)) for p, r in encoded]).T
+        for name, of in encoded.items():
+            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r)) for _, p, r in of]).T
             packed = config.pack and name == 'train'
             rows = pack_rows(lengths, config.pack) if packed else [[i] for i in range(len(of))]
             shape = len(rows), config.pack if packed else int(lengths.max())
@@ -1174,7 +1106,7 @@ def write_task(config, out, meta, examples):
             targets = np.full(shape, -1, dtype=np.int16 if meta['vocab_size'] <= 2**15 else np.int32)
             for row, members in enumerate(rows):
                 start = 0
-                for prompt, response in (encoded[i] for i in members):
+                for _, prompt, response in (of[i] for i in members):
                     p, end = start + len(prompt), start + len(prompt) + len(response)
                     tokens[row, start:p], tokens[row, p:end] = prompt, response
                     scored = start if config.score_prompt else p - 1
@@ -1184,108 +1116,12 @@ def write_task(config, out, meta, examples):
             arrays = {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask}
             arrays['lengths'] = np.array([lengths[members].sum() for members in rows])
             if not packed:
-                arrays |= {'prompt_lengths': prompt_lengths, 'steps': np.array([e['depth'] for e in of])}
+                arrays |= {'prompt_lengths': prompt_lengths, 'steps': np.array([e['depth'] for e, _, _ in of])}
             with open(f'{work}/{name}.jsonl', 'w', encoding='utf-8') as f:
-                f.writelines(json.dumps(e, ensure_ascii=False) + '\n' for e in of)
+                f.writelines(json.dumps(e, ensure_ascii=False) + '\n' for e, _, _ in of)
             save_split(work, meta, name, arrays, {'examples': len(of)} | ({'rows': len(rows)} if packed else {}))
             meta['jsonl_sha256'][name] = file_sha256(f'{work}/{name}.jsonl')
         publish(work, out, meta)
-
-
-def extract_answer(task, text):
-    """The final answer (str) in the text of a response, or None: what follows the last `####` on its line; in math500, which
-    other models answer in their own way, else the content of the last \\boxed{}."""
-    marked = re.findall(r'####([^\n]*)', text)
-    if not marked and task == 'math500' and '\\boxed' in text:
-        marked = [unboxed(text)]
-    return marked[-1].strip() or None if marked else None
-
-
-def same_answer(task, a, b):
-    """Whether two final answers (str; None is no answer, which nothing equals) mean the same in a task.
-
-    Numbers by value: currency, thousands commas, trailing zeros, fractions and a unit may be written or left out, but two
-    different units differ. math500: LaTeX besides, up to spacing and notation, not algebra. pathfinding: the nodes.
-    prosqa: the sentence but for case and full stop. hotpotqa: but for case, punctuation and articles (SQuAD's rule).
-    """
-    if a is None or b is None:
-        return False
-    if task == 'pathfinding':
-        a, b = (re.split(r'(?:\s|,|->|>|→)+', path.strip()) for path in (a, b))
-        return a == b
-    if task == 'prosqa':
-        a, b = (' '.join(text.lower().split()).rstrip('. ') for text in (a, b))
-        return a == b
-    if task == 'hotpotqa':
-        a, b = (re.sub(r'[^\w\s]', '', text.lower()).split() for text in (a, b))
-        return [w for w in a if w not in ('a', 'an', 'the')] == [w for w in b if w not in ('a', 'an', 'the')]
-    if task == 'math500':
-        a, b = plain_latex(a), plain_latex(b)
-        if same_quantity(a, b):
-            return True
-        a, b = (re.split(r'([,()\[\]{}])', ''.join(text.split())) for text in (a, b))  # tuples, intervals, arguments
-        return len(a) == len(b) and all(x == y or same_quantity(x, y) for x, y in zip(a, b, strict=True))
-    return same_quantity(a, b) or ' '.join(a.split()) == ' '.join(b.split())
-
-
-CURRENCIES = {'$': 'dollar', '€': 'euro', '£': 'pound', '¥': 'yen'}
-SCALES = {'k': 10**3, 'dozen': 12, 'hundred': 100, 'thousand': 10**3, 'million': 10**6, 'billion': 10**9}
-
-
-def quantity(text):
-    """(value, unit) of a text that is one number (a Fraction) with at most a unit of three words, None of any other text."""
-    match = re.fullmatch(
-        r'([+-]?)([$€£¥]?)([+-]?)(\d{1,3}(?:,\d{3}){1,300}(?!\d)|\d{1,1000})?(\.\d{1,1000})?(?:/(\d{1,1000}))?'
-        r'\s*(%|°|(?:[a-z]+(?:[ /-][a-z]+){0,2})?)\.?',
-        text.strip().replace('−', '-').lower(),
-        re.ASCII,
-    )
-    if not match or not (match[4] or match[5]) or (match[1] and match[3]) or not int(match[6] or 1):
-        return None
-    value = Fraction((match[1] or match[3]) + (match[4] or '0').replace(',', '') + (match[5] or '')) / int(match[6] or 1)
-    words = [w if w.endswith('ss') else w.removesuffix('s') for w in re.split(r'[ /-]+', match[7]) if w]
-    if words and words[0] in SCALES:
-        value *= SCALES[words.pop(0)]
-    unit = ' '.join({'%': 'percent', '°': 'degree'}.get(w, w) for w in words)
-    return value, unit or CURRENCIES.get(match[2], '')
-
-
-def same_quantity(a, b):
-    a, b = quantity(a), quantity(b)
-    return bool(a and b) and a[0] == b[0] and (a[1] == b[1] or not (a[1] and b[1]))
-
-
-def unboxed(text):
-    """The content of the last \\boxed{..} in a text, braces balanced; the text itself if there is none or it never closes."""
-    start = text.rfind('\\boxed{')
-    depth = 0
-    for i in range(start + 6, len(text)) if start >= 0 else ():
-        depth += {'{': 1, '}': -1}.get(text[i], 0)
-        if not depth:
-            return text[start + 7 : i]
-    return text
-
-
-def plain_latex(text):
-    """A final answer with one spelling for what LaTeX can spell in several: fractions, roots, spacing, text, units, `x =`."""
-    text = unboxed(text).strip().removesuffix('.')
-    text = re.sub(r'\\[()\[\]]|(?<!\\)\$|\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\\ |~', '', text)
-    text = re.sub(r'\^\{?\\circ\}?', '°', text)
-    text = re.sub(r'\\([%$])', r'\1', text).replace('\\cdot', '*').replace('{,}', ',')
-    text = re.sub(r'\\[dt]frac', r'\\frac', text)
-    text = re.sub(r'(?<=\d)\s+([a-zA-Z]{3}[a-zA-Z ]*)$', r'\\text{\1}', text)  # a unit; fewer letters are variables
-    parts = re.split(r'\\(?:text|mbox|textbf|textrm|mathrm)\s*\{([^{}]*)\}', text)  # every second part is words
-    text = ''.join(' ' + part.strip() if i % 2 else ''.join(part.split()) for i, part in enumerate(parts)).strip()
-    text = re.sub(r'\\frac(\d)(\d)', r'\\frac{\1}{\2}', text)
-    text = re.sub(r'\\frac(\d)\{', r'\\frac{\1}{', text)
-    text = re.sub(r'\\frac\{([^{}]+)\}(\d)', r'\\frac{\1}{\2}', text)
-    mixed = r'(?<![\w.}^])(\d{1,100})\\frac\{(\d{1,100})\}\{(\d{1,100})\}'
-    text = re.sub(mixed, lambda m: f'{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}', text)
-    text = re.sub(r'(?<![\w.}])\\frac\{(\d+)\}\{(\d+)\}', r'\1/\2', text)
-    text = re.sub(r'([\^_])\{(\w)\}', r'\1\2', text)
-    text = re.sub(r'\\sqrt(\w)', r'\\sqrt{\1}', text)
-    text = re.sub(r'^[a-zA-Z](?:=|\\in(?![a-z]))', '', text)
-    return re.sub(r'(?<=[\d}])(?=[a-zA-Z])', '*', text)  # 2x is a product, not two of the unit x
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -1294,6 +1130,11 @@ def plain_latex(text):
 
 LETTERS = 'abcdefghijklmnopqrstuvwxyz'
 PEOPLE = 'Ann Ben Cal Dan Eva Fay Gus Hal Ida Jon Kim Leo Mia Ned Ora Pat Quin Ron Sue Tom Una Val Wes Xena Yan Zoe'.split()
+ASSIGNMENTS = {  # form: a variable of a known number, one that has another's, and the question
+    'plain': ('{}={}; ', '{}={}; ', '{}?\n'),
+    'words': ('{} has {} marbles. ', '{} has as many marbles as {}. ', 'How many marbles does {} have?\n'),
+    'code': ('{} = {}\n', '{} = {}\n', 'print({})\n'),
+}
 
 
 @dataclass
@@ -1301,10 +1142,10 @@ class DrawnConfig(TextTaskConfig):
     """The settings of a task made from a seed. A subclass has its own `depth`, and draw(rng, depth) -> (prompt, answer)."""
 
     test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
-    seed: int = key(0, 'of all draws')
-    n_train: int = key(100_000, 'examples of train')
-    n_val: int = key(2_000, 'examples of val')
-    n_test: int = key(2_000, 'examples of test')
+    seed: int = key(0, 'of all draws', bounds=(0, math.inf))
+    n_train: int = key(100_000, 'examples of train', bounds=(1, 10**7))
+    n_val: int = key(2_000, 'examples of val', bounds=(1, 10**7))
+    n_test: int = key(2_000, 'examples of test', bounds=(1, 10**7))
 
     most = 25  # the greatest depth that can be asked for
 
@@ -1317,22 +1158,16 @@ class DrawnConfig(TextTaskConfig):
     def deepest(self):
         return max(self.depths(split)[-1] for split in ('train', 'test'))
 
-    def check(self):
-        TextTaskConfig.check(self)
-        within('seed', self.seed, 0, math.inf, 'a seed is not negative')
-        for name in ('n_train', 'n_val', 'n_test'):
-            within(name, getattr(self, name), 1, 10**7, 'a split has 1 to 10^7 examples')
-
 
 @dataclass
 class AssignmentConfig(DrawnConfig):
     depth: str = key('1-4', 'aliases between the variable asked for and its number, in train and val: a number or a range')
     variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
     values: str = key('0-99', 'the numbers that variables are given, a range')
-    form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ('plain', 'words', 'code'))
+    form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ASSIGNMENTS)
 
     def check(self):
-        DrawnConfig.check(self)
+        super().check()
         least = self.deepest + 1
         within('variables', self.variables, least, 26, f'a chain of {least - 1} aliases has {least} of the 26 variables')
         number_range('values', self.values, 0, 10**8, 'numbers are 0 to 10^8')
@@ -1340,25 +1175,17 @@ class AssignmentConfig(DrawnConfig):
     def draw(self, rng, depth):
         """Every statement gives a variable a number or an earlier variable; the last one of the chain is asked for.
         Distractors may be aliases of the chain's variables."""
+        number, other, question = ASSIGNMENTS[self.form]
         names = rng.sample(PEOPLE if self.form == 'words' else LETTERS, self.variables)
         chain = sorted(rng.sample(range(self.variables), depth + 1))
         previous = dict(zip(chain, [None, *chain], strict=False))
         values = number_range('values', self.values, 0, 10**8, '')
-        said, value = [], []
-        for i in range(self.variables):
+        prompt, value = '', []
+        for i, name in enumerate(names):
             alias = previous[i] if i in previous else rng.choice([None, rng.randrange(i)]) if i else None
             value.append(rng.choice(values) if alias is None else value[alias])
-            said.append((names[i], value[i] if alias is None else names[alias], alias is None))
-        asked = names[chain[-1]]
-        if self.form == 'plain':
-            prompt = ''.join(f'{name}={what}; ' for name, what, _ in said) + f'{asked}?\n'
-        elif self.form == 'code':
-            prompt = ''.join(f'{name} = {what}\n' for name, what, _ in said) + f'print({asked})\n'
-        else:
-            has = ('{} has as many marbles as {}. ', '{} has {} marbles. ')
-            prompt = ''.join(has[direct].format(name, what) for name, what, direct in said)
-            prompt += f'How many marbles does {asked} have?\n'
-        return prompt, str(value[chain[-1]])
+            prompt += number.format(name, value[i]) if alias is None else other.format(name, names[alias])
+        return prompt + question.format(names[chain[-1]]), str(value[chain[-1]])
 
 
 @dataclass
@@ -1369,7 +1196,7 @@ class PathConfig(DrawnConfig):
     most = 300
 
     def check(self):
-        DrawnConfig.check(self)
+        super().check()
         within('width', self.width, 2, 999 // self.deepest, f'{self.deepest} layers of two or more, 1000 nodes at most')
 
     def draw(self, rng, depth):
@@ -1441,22 +1268,18 @@ class QuestionConfig(TextTaskConfig):
 
 def read_rows(path):
     """The rows of a jsonl, json (a list) or parquet file; ConfigError for what is none."""
-    where = ''
-    try:
+    remedy = 'it should hold one JSON object a row'
+    with explaining(f'{path} cannot be read', remedy):
         if path.endswith('.parquet'):
             return extra('pyarrow.parquet').read_table(path).to_pylist()
         text = Path(path).read_bytes().decode('utf-8')
         rows = json.loads(text or '[]') if path.endswith('.json') else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')
-        for number, line in enumerate(text.split('\n') if path.endswith('.jsonl') else (), start=1):
-            where = f'line {number}: '
+    for number, line in enumerate(text.split('\n') if path.endswith('.jsonl') else (), start=1):
+        with explaining(f'{path} cannot be read at line {number}', remedy):
             rows += [json.loads(line)] if line.strip() else []
-        return rows
-    except (ConfigError, MemoryError):
-        raise
-    except Exception as e:  # of three parsers
-        raise ConfigError(f'{path} cannot be read ({where}{e}); it should hold one JSON object a row.') from None
+    return rows
 
 
 def split_named(name):
@@ -1485,12 +1308,8 @@ def read_source(source):
 def read_hub(task):
     """As read_source, from the hub."""
     path, options = HUB[task]
-    load_dataset = extra('datasets').load_dataset
-    try:
-        found = load_dataset(path, **options)
-    except Exception as e:  # of the hub, the network, the cache: dozens of classes
-        why = f'{task} could not be loaded from the hub ({type(e).__name__}: {" ".join(str(e).split())[:200]})'
-        raise ConfigError(f'{why}; try again with a network, or name local files by source.') from None
+    with explaining(f'{task} could not be loaded from the hub', 'try again with a network, or name local files by source'):
+        found = extra('datasets').load_dataset(path, **options)
     return {split_named(name): [(f'{task}, {name} {i}', row) for i, row in enumerate(of, 1)] for name, of in found.items()}
 
 
@@ -1540,12 +1359,8 @@ def read_questions(task, config):
     for split, rows in (read_source(config.source) if config.source else read_hub(task)).items():
         examples[split] = []
         for where, row in rows:
-            try:
+            with explaining(f'{where} is not of the form of {task}', 'name a source that is'):
                 examples[split].append(question_example(task, row))
-            except KeyError as e:
-                raise ConfigError(f'{where} has no field {e}; is it of {task}?') from None
-            except (TypeError, ValueError, AttributeError, IndexError) as e:
-                raise ConfigError(f'{where} is not of the form of {task} ({e}).') from None
     if ('train' in examples) != ('val' in examples):
         pool = [(hashlib.sha256(e['prompt'].encode()).digest(), e) for e in examples.get('train') or examples['val']]
         in_val = smallest([digest for digest, _ in pool], config.val_fraction)
@@ -1568,23 +1383,15 @@ def read_questions(task, config):
 SEEDED, QUESTIONS = 'any number of examples, no network', 'network, or local files'
 DATASETS = {  # name: its settings, what makes it, and its line in the list
     'text': (TextConfig, make_text, 'your text files, or the Python standard library: 12 MB, no network'),
-    'fineweb_edu': (
-        FineWebEduConfig,
-        make_fineweb_edu,
-        'web pages: 20 or 200 GB, network; or your parquet, jsonl, txt files',
-    ),
+    'fineweb_edu': (FineWebEduConfig, make_fineweb_edu, 'web pages: 20 or 200 GB, network; or parquet, jsonl, txt files'),
     's5': (S5Config, make_s5, f'permutations to compose and values to look up: {SEEDED}'),
-} | {
-    task: (config_class, functools.partial(make_task, task), line)
-    for task, config_class, line in (
-        ('variable_assignment', AssignmentConfig, f'chains of aliases among distractors: {SEEDED}'),
-        ('pathfinding', PathConfig, f'the unique shortest path through a layered graph: {SEEDED}'),
-        ('prosqa', QuestionConfig, f'18,686 logical questions about a graph: {QUESTIONS}'),
-        ('gsm8k', QuestionConfig, f'8,792 word problems with reasoning: {QUESTIONS}'),
-        ('gsm8k_aug', QuestionConfig, f'386,000 word problems with equations as reasoning: {QUESTIONS}'),
-        ('hotpotqa', QuestionConfig, f'97,852 questions over ten paragraphs, without test: {QUESTIONS}'),
-        ('math500', QuestionConfig, f'500 competition problems, test alone, for evaluation: {QUESTIONS}'),
-    )
+    'variable_assignment': (AssignmentConfig, make_task, f'chains of aliases among distractors: {SEEDED}'),
+    'pathfinding': (PathConfig, make_task, f'the unique shortest path through a layered graph: {SEEDED}'),
+    'prosqa': (QuestionConfig, make_task, f'18,686 logical questions about a graph: {QUESTIONS}'),
+    'gsm8k': (QuestionConfig, make_task, f'8,792 word problems with reasoning: {QUESTIONS}'),
+    'gsm8k_aug': (QuestionConfig, make_task, f'386,000 word problems with equations as reasoning: {QUESTIONS}'),
+    'hotpotqa': (QuestionConfig, make_task, f'97,852 questions over ten paragraphs, without test: {QUESTIONS}'),
+    'math500': (QuestionConfig, make_task, f'500 competition problems, test alone, for evaluation: {QUESTIONS}'),
 }
 
 
@@ -1594,12 +1401,13 @@ def main(argv):
         for name, (_, _, line) in DATASETS.items():
             print(f'  {name:<{max(map(len, DATASETS))}} {line}')
         return
-    if argv[0] not in DATASETS:
-        raise fail(f'the first argument names the dataset, and {argv[0]!r} is none; {nearest(argv[0], DATASETS)}')
-    config_class, make, _ = DATASETS[argv[0]]
-    config = parse(config_class, argv[1:], f'python prepare_data.py {argv[0]} [config.py] [--key=value ...]')
+    name = argv[0]
+    if name not in DATASETS:
+        raise fail(f'the first argument names the dataset, and {name!r} is none; {nearest(name, DATASETS)}')
+    config_class, make, _ = DATASETS[name]
+    config = parse(config_class, argv[1:], f'python prepare_data.py {name} [config.py] [--key=value ...]')
     with reporting():
-        make(config)
+        make(name, config)
 
 
 if __name__ == '__main__':

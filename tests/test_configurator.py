@@ -30,6 +30,7 @@ class Toy:
     name: str = key('abc', 'what it is called')
     weights: tuple = key((), 'one for each')
     kind: str = key('red', 'which colour', ('red', 'green'))
+    share: float = key(0.5, 'how much of it', bounds=(0, 1))
 
     def check(self):
         if self.count == 13:
@@ -196,6 +197,15 @@ def test_tuples_hold_numbers(capsys):
         with pytest.raises(SystemExit):
             toy(f'--weights={text}')
         assert 'weights=' in capsys.readouterr().err
+
+
+def test_a_bounded_number_may_be_at_its_bounds_and_not_beyond(capsys):
+    assert toy('--share=0').share == 0 and toy('--share=1').share == 1
+    for text, near in (('-0.01', 0), ('1.01', 1), ('1e300', 1)):
+        with pytest.raises(SystemExit) as stop:
+            toy(f'--share={text}')
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and f'it must be 0 to 1 (how much of it); the nearest is share={near}.' in said
 
 
 # Config files

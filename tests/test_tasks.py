@@ -19,7 +19,8 @@ import eval as evaluation
 import prepare_data
 import train
 from configurator import ConfigError
-from prepare_data import decode, encode, extract_answer, quantity, same_answer
+from eval import extract_answer, quantity, same_answer
+from prepare_data import decode, encode
 from train import TrainConfig
 
 SHARED = Path(__file__).resolve().parents[2] / 'shared/data'
