@@ -1,6 +1,7 @@
 """Measures what the recurrences cost, as ratios to the plain transformer in one run: `python bench.py train --json=True`.
 
     python bench.py train      a training step under each schedule, beside the ratio of operations, which is the floor
+    python bench.py scaling    a training step at twice the length, and with twice the passes, against the count of operations
     python bench.py memory     what the tensors of each such step hold at most, beside what train.py --dry_run predicts
     python bench.py decode     a decoded token of each architecture, behind a prompt
     python bench.py prefill    reading a prompt token by token, and by parallel fixed-point passes
@@ -156,13 +157,14 @@ def chosen_variants(bench):
 
 def training_config(bench, variant):
     shape = {k: v for k, v in asdict(bench).items() if k in TrainConfig.__dataclass_fields__}
-    config = TrainConfig(**shape | VARIANTS[variant])
+    config = TrainConfig(**shape | (VARIANTS[variant] if isinstance(variant, str) else variant))
     config.check()
     return config
 
 
 def training_step(bench, variant, device):
-    """(a function that makes one update of `variant`, the operations of it as a multiple of the plain transformer's)."""
+    """(a function that makes one update of `variant`, a name or settings; its operations as a multiple of the plain
+    transformer's; its operations)."""
     config = training_config(bench, variant)
     torch.manual_seed(0)
     model = (Textbook if variant == 'textbook' else build)(config).to(device)
@@ -185,24 +187,51 @@ def training_step(bench, variant, device):
 
     with torch.device('meta'):
         flops = count_flops(build(config), config, config.block_size)
-    return step, flops['step'] / flops['plain_step']
+    return step, flops['step'] / flops['plain_step'], flops['step'] * bench.batch_size * config.block_size
 
 
 def bench_train(bench):
     torch.set_num_threads(bench.threads)
     device = pick_device(bench.device)
     steps = {name: training_step(bench, name, device) for name in chosen_variants(bench)}
-    found = compare(measure({name: step for name, (step, _) in steps.items()}, bench.rounds, device), 'plain')
+    found = compare(measure({name: step for name, (step, *_) in steps.items()}, bench.rounds, device), 'plain')
     print(f'{"variant":<20}{"ms":>9}{"ratio":>8}{"floor":>8}')
-    for name, (_, floor) in steps.items():
+    for name, (_, floor, _) in steps.items():
         found[name]['floor'] = round(floor, 3)
         print(f'{name:<20}{found[name]["ms"]:>9.1f}{found[name]["ratio"]:>8.2f}{floor:>8.2f}')
     if bench.profile:
-        for name, (step, _) in steps.items():
+        for name, (step, *_) in steps.items():
             with torch.profiler.profile() as profile:
                 step()
             print(f'\n{name}')
             print(profile.key_averages().table(sort_by='self_cpu_time_total', row_limit=15, max_name_column_width=40))
+    return found
+
+
+def bench_scaling(bench):
+    """How the time of a step grows beside the count of operations: from T to 2 T and 4 T at the same number of tokens, and
+    from 4 to 8 and 16 passes."""
+    if bench.batch_size % 4:
+        raise ConfigError(f'batch_size={bench.batch_size} must be divisible by 4, for four times the length.')
+    torch.set_num_threads(bench.threads)
+    device = pick_device(bench.device)
+    cells = {}
+    for name in chosen_variants(bench):
+        if name != 'textbook':
+            for factor in (1, 2, 4):
+                longer = replace(bench, block_size=factor * bench.block_size, batch_size=bench.batch_size // factor)
+                cells[f'{name}, T={longer.block_size}'] = (longer, VARIANTS[name], f'{name}, T={bench.block_size}')
+    for d_forward in (4, 8, 16) if not bench.only else ():
+        variant = {'recurrence': 't2mlr'} | jacobi(d_forward, 4)
+        cells[f'd_forward={d_forward}'] = (bench, variant, 'd_forward=4')
+    steps = {name: training_step(sized, variant, device) for name, (sized, variant, _) in cells.items()}
+    times = measure({name: step for name, (step, _, _) in steps.items()}, bench.rounds, device)
+    medians, found = {name: statistics.median(seconds) for name, seconds in times.items()}, {}
+    print(f'{"step":<30}{"ms":>9}{"grows by":>10}{"count":>8}{"of it":>8}')
+    for name, (_, _, base) in cells.items():
+        grows, count = medians[name] / medians[base], steps[name][2] / steps[base][2]
+        found[name] = {'ms': round(medians[name] * 1e3, 1), 'grows': round(grows, 3), 'count': round(count, 3)}
+        print(f'{name:<30}{found[name]["ms"]:>9.1f}{grows:>10.2f}{count:>8.2f}{grows / count:>8.2f}')
     return found
 
 
@@ -211,7 +240,7 @@ def peak_memory(bench, variant):
     device, peaks = pick_device(bench.device), []
     torch.set_num_threads(bench.threads)
     for size in (replace(bench, n_embd=2 * bench.n_head, vocab_size=2, block_size=2, batch_size=1), bench):
-        step, _ = training_step(size, variant, device)  # the small one loads what every step needs
+        step, *_ = training_step(size, variant, device)  # the small one loads what every step needs
         for _ in range(3):
             step()
         with open('/proc/self/status') as f:
@@ -447,6 +476,7 @@ def bench_configs(bench):
 
 BENCHES = {
     'train': (TrainBench, bench_train),
+    'scaling': (TrainBench, bench_scaling),
     'memory': (TrainBench, bench_memory),
     'decode': (DecodeBench, bench_decode),
     'prefill': (PrefillBench, bench_prefill),

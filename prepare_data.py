@@ -1147,12 +1147,12 @@ class DrawnConfig(TextTaskConfig):
     n_val: int = key(2_000, 'examples of val', bounds=(1, 10**7))
     n_test: int = key(2_000, 'examples of test', bounds=(1, 10**7))
 
-    most = 25  # the greatest depth that can be asked for
+    least, most = 1, 25  # the depths that can be asked for
 
     def depths(self, split):
         """The depths of a split, as a range."""
         name = 'test_depth' if split == 'test' and self.test_depth else 'depth'
-        return number_range(name, getattr(self, name), 1, self.most, f'a depth is 1 to {self.most}')
+        return number_range(name, getattr(self, name), self.least, self.most, f'a depth is {self.least} to {self.most}')
 
     @property
     def deepest(self):
@@ -1165,6 +1165,8 @@ class AssignmentConfig(DrawnConfig):
     variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
     values: str = key('0-99', 'the numbers that variables are given, a range')
     form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ASSIGNMENTS)
+
+    least = 0  # the variable asked for has a number of its own
 
     def check(self):
         super().check()

@@ -7,7 +7,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 export out=out/reasoning seed=${SEED:-1337} steps=${STEPS:-2000}
 mkdir -p "$out" results/reasoning_variables results/reasoning_paths
-python prepare_data.py variable_assignment --depth=1-4 --test_depth=1-5 --variables=6 --values=0-9 --recur_on_prompt=True \
+python prepare_data.py variable_assignment --depth=0-3 --test_depth=0-5 --variables=8 --values=0-9 --recur_on_prompt=True \
     --out=data/reasoning_variables
 python prepare_data.py pathfinding --depth=2-4 --test_depth=2-6 --recur_on_prompt=True --out=data/reasoning_paths
 

@@ -51,6 +51,14 @@ def test_training_steps(capsys, more):
     assert all(v['floor'] > 1 for name, v in found.items() if name not in ('plain', 'textbook'))
 
 
+def test_scaling(capsys):
+    small = ['--n_layer=3', '--n_embd=16', '--n_head=2', '--block_size=12', '--batch_size=4', '--l_start=1', '--l_end=1']
+    found, out = measured(capsys, 'scaling', *small, '--source_layer=1', '--rounds=1', '--device=cpu')
+    assert len(found) == 3 * (len(bench.VARIANTS) - 1) + 3 and all(name in out for name in found)
+    assert found['d_forward=4']['count'] == found['plain, T=12']['count'] == 1 < found['d_forward=8']['count']
+    assert 1 < found['plain, T=24']['count'] < found['plain, T=48']['count']
+
+
 def test_the_textbook_computes_the_same():
     """Same weights: the same loss and gradients as the plain transformer, so that their times compare."""
     config = bench.training_config(bench.TrainBench(n_layer=7, n_embd=24, n_head=2, block_size=20), 'plain')
@@ -138,7 +146,7 @@ def test_the_loader(capsys, tmp_path):
 
 def test_the_floor_is_the_count_of_operations(capsys):
     config = bench.TrainBench()
-    step, floor = bench.training_step(config, 't2mlr_4_4', 'cpu')
+    step, floor, _ = bench.training_step(config, 't2mlr_4_4', 'cpu')
     model = next(c.cell_contents for c in step.__closure__ if hasattr(c.cell_contents, 'blocks'))
     train_config = next(c.cell_contents for c in step.__closure__ if hasattr(c.cell_contents, 'schedule'))
     flops = count_flops(model, train_config, 256)
@@ -154,6 +162,7 @@ def test_the_floor_is_the_count_of_operations(capsys):
         (['train', '--n_embd=30'], 'n_embd=30'),
         (['train', '--nonsense=1'], 'nonsense'),
         (['configs', 'train'], 'train'),
+        (['scaling', '--batch_size=6'], 'batch_size=6'),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, argv, says):

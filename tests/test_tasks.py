@@ -114,11 +114,11 @@ def solve_assignment(form, prompt):
 
 @pytest.mark.parametrize('form', ['plain', 'words', 'code'])
 def test_assignments_agree_with_an_independent_solver(tmp_path, form):
-    settings = {'n_train': 1_500, 'n_val': 100, 'n_test': 300, 'form': form, 'depth': '1-3', 'test_depth': '2-11'}
+    settings = {'n_train': 1_500, 'n_val': 100, 'n_test': 300, 'form': form, 'depth': '0-3', 'test_depth': '2-11'}
     make('variable_assignment', out=tmp_path / 'd', variables=12, values='5-40', **settings)
     _, found = check_arrays(tmp_path / 'd')
     for name, of in found.items():
-        assert Counter(e['depth'] for e in of).keys() == set(range(2, 12) if name == 'test' else range(1, 4))
+        assert Counter(e['depth'] for e in of).keys() == set(range(2, 12) if name == 'test' else range(4))
         for e in of:
             assert solve_assignment(form, e['prompt']) == (e['answer'], e['depth'], 12)
             assert 5 <= int(e['answer']) <= 40
@@ -181,7 +181,7 @@ def test_prompts_are_scored_and_recurred_on_when_asked(tmp_path, score, recur):
         ('variable_assignment', 'variables=4', {'depth': '1-4', 'variables': 4}),
         ('variable_assignment', 'variables=8', {'test_depth': '9'}),
         ('variable_assignment', 'variables=27', {'variables': 27}),
-        ('variable_assignment', 'depth=0', {'depth': '0'}),
+        ('pathfinding', 'depth=0', {'depth': '0'}),
         ('variable_assignment', 'depth=3-2', {'depth': '3-2'}),
         ('variable_assignment', 'test_depth=26', {'test_depth': '26'}),
         ('variable_assignment', 'values=a', {'values': 'a'}),
