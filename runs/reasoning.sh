@@ -25,6 +25,18 @@ export -f run_cell
 printf '%s\0' "variables t2mlr" "paths t2mlr" "variables transformer" "paths transformer" |
     xargs -0 -P 2 -I{} bash -c 'run_cell "$1"' _ {}
 
+python - <<'END'
+import json, re
+from collections import defaultdict
+
+guesses = defaultdict(list)
+with open('data/reasoning_variables/test.jsonl') as f:
+    for example in map(json.loads, f):
+        numbers = re.findall(r'\d+', example['prompt'])
+        guesses[example['depth']].append(numbers.count(example['answer']) / len(numbers))
+print('variables, guessing one of the numbers in the prompt:', end=' ')
+print(', '.join(f'depth {depth} {sum(right) / len(right):.1%}' for depth, right in sorted(guesses.items())))
+END
 for task in variables paths; do
     python eval.py --study="results/reasoning_$task" --figure="results/reasoning_$task.png"
 done
