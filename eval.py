@@ -671,8 +671,8 @@ def evaluate(path, config):
 def provenance(path, model, checkpoint, data):
     """What produced a checkpoint: its settings, its cost in operations and seconds, the code, the data and the machine."""
     config = TrainConfig(**checkpoint['config'])
-    flops = count_flops(model, config, config.block_size)
-    tokens = config.batch_size * config.block_size
+    T = config.block_size if data.is_text else checkpoint['meta']['longest']['train']
+    flops, tokens = count_flops(model, config, T), config.batch_size * T
     seconds, last = 0.0, 0
     log = os.path.join(os.path.dirname(path), 'log.jsonl')
     with contextlib.suppress(FileNotFoundError), open(log, encoding='utf-8', errors='replace') as f:

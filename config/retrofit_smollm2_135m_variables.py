@@ -9,6 +9,6 @@ from retrofit_smollm2_135m_gsm8k import *
 
 data_dir = 'data/variables_smollm2'
 out_dir = 'out/retrofit_smollm2_135m_variables'
-block_size = 64
+block_size = 96
 max_steps = 1000
 eval_interval = 250

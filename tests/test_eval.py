@@ -428,7 +428,7 @@ def test_answers_are_those_decoded_one_by_one(capsys, tmp_path, name, recurs):
     train(TrainConfig(**BASE | settings | {'data_dir': f'{tmp_path}/data', 'out_dir': f'{tmp_path}/run'}))
     written = [f'--results={tmp_path}/r.json', *([f'--figure={tmp_path}/f.png'] if name == 'lrt' else [])]
     found, printed = measured(capsys, f'--ckpt={tmp_path}/run', '--batch_size=7', *written)
-    model, _ = load_model(f'{tmp_path}/run/ckpt.pt')
+    model, checkpoint = load_model(f'{tmp_path}/run/ckpt.pt')
     arrays, hits = data.split('test'), []
     examples = [json.loads(line) for line in (tmp_path / 'data' / 'test.jsonl').read_text().splitlines()]
     for i, example in enumerate(examples):
@@ -449,6 +449,9 @@ def test_answers_are_those_decoded_one_by_one(capsys, tmp_path, name, recurs):
     assert found['decoded']['exact_match'] == pytest.approx(np.mean(hits)) and found['decoded']['answers'] == 40
     assert found['decoded']['by_depth'] == {str(d): pytest.approx(np.mean(np.array(hits)[depth == d])) for d in (1, 2)}
     assert 'exact match' in printed and 0 < np.mean(hits) < 1
+    config, T = TrainConfig(**checkpoint['config']), checkpoint['meta']['longest']['train']
+    assert found['training_flops'] == count_flops(model, config, T)['step'] * checkpoint['step'] * config.batch_size * T
+    assert T < config.block_size
     ((_, shares),) = json.loads((tmp_path / 'r.json').read_text()).items()
     by_depth = {f'depth {d}': share for d, share in found['decoded']['by_depth'].items()}
     assert shares == {'exact match': found['decoded']['exact_match']} | by_depth and found['trained_length'] == 2
