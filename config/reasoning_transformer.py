@@ -1,7 +1,7 @@
 # Answers that need several hops, asked at once, from scratch: a plain transformer, the control of reasoning_t2mlr.py.
 # Data: python prepare_data.py variable_assignment --test_depth=1-7 --recur_on_prompt=True
 #       python prepare_data.py pathfinding --recur_on_prompt=True, for --data_dir=data/pathfinding
-# One CPU core: 9 minutes on variables, 24 on paths, with other work beside. bash runs/reasoning.sh runs both models on both tasks.
+# One CPU core: 9 minutes on variables, 24 on paths, other work beside. bash runs/reasoning.sh runs both models on both.
 data_dir = 'data/variable_assignment'
 out_dir = 'out/reasoning_transformer'
 
