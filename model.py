@@ -517,13 +517,16 @@ class ScoredLoss(torch.autograd.Function):
         model.logits with gradient. Returns the loss, and the sum of each pass (passes,), which has no gradient."""
         rows, graded = max(1, LOGITS_AT_ONCE // model.config.vocab_size), any(ctx.needs_input_grad)
         outputs, parameters = tensors[: len(targets)], tensors[len(targets) :]
-        gradients, sums = [torch.zeros_like(t) for t in tensors] if graded else outputs, []
+        # Contiguous, whatever the outputs are, as those of nn.LSTM are not: they are written through a view.
+        gradients = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors] if graded else outputs
+        sums = []
         for y, target, weight, gradient in zip(outputs, targets, weights, gradients, strict=False):
             sums.append(torch.zeros((), dtype=torch.promote_types(y.dtype, torch.float32), device=y.device))
             for part, wanted, kept in zip(*(t.flatten(0, 1).split(rows) for t in (y, target, gradient)), strict=True):
                 with torch.set_grad_enabled(graded):
                     part = part.detach().requires_grad_(graded)
-                    loss = F.cross_entropy(model.logits(part), wanted, ignore_index=-1, reduction='sum')
+                    logits = model.logits(part.view_as(part))  # hooks of modules, as counters set, want no leaf
+                    loss = F.cross_entropy(logits, wanted, ignore_index=-1, reduction='sum')
                     found = torch.autograd.grad(loss * weight, (part, *parameters)) if graded else ()
                 for old, new in zip((kept, *gradients[len(targets) :]), found, strict=graded):
                     old += new
