@@ -159,7 +159,7 @@ class GPTConfig:
 
 @dataclass
 class Schedule:
-    """How training runs a recurrence: which positions each pass over the span recomputes (DESIGN of both papers)."""
+    """How training runs a recurrence: which positions each pass over the span recomputes."""
 
     schedule: str = key(
         'parallel',
@@ -823,8 +823,9 @@ class GPT(nn.Module):
         sweep = min(schedule.n_subsets, T) if schedule.schedule == 'interleaved' else 1
         measured = schedule.initial and (changes is not None or schedule.jacobi_tol)
         outputs, parts, moved, unsettled = [], {}, [], []
+        ungraded = len(passes) - schedule.n_graded(T)
         for number, positions in enumerate(passes):
-            graded = number >= len(passes) - schedule.n_graded(T)
+            graded = number >= ungraded
             todo = positions
             if len(unsettled) >= sweep and not (graded and torch.is_grad_enabled()):
                 todo = after(positions, min(unsettled[-sweep:]))

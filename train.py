@@ -112,7 +112,7 @@ class TrainConfig(Schedule, GPTConfig):
     threads: int = key(0, 'CPU threads of each process; 0 leaves the default')
     wandb: str = key('off', 'log to Weights & Biases too', ('off', 'online', 'offline'))
     wandb_project: str = key('latent-memory', 'project there; the run is named after out_dir')
-    dry_run: bool = key(False, 'print parameters and operations, allocate nothing, and stop')
+    dry_run: bool = key(False, 'print parameters, operations and peak memory, allocate nothing, and stop')
     json: bool = key(False, 'with dry_run: also print one JSON object as the last line')
 
     def check(self):
@@ -470,6 +470,27 @@ def update(optimizers, bad):
         optimizer.zero_grad(set_to_none=True)
 
 
+def check_memory(config):
+    """ConfigError when weights, gradients and one moment of the trainable ones do not fit into the memory that is free: the
+    kernel would end the process without a word."""
+    with torch.device('meta'):
+        parameters = list(build(config).named_parameters())
+    trained = sum(p.numel() for name, p in parameters if is_recurrence(name) or not config.freeze_base)
+    need = (sum(p.numel() for _, p in parameters) + 2 * trained) * (8 if config.dtype == 'float64' else 4)
+    if need > (free := free_memory()):
+        raise ConfigError(
+            f'the model needs at least {need / 2**30:,.1f} GiB for weights, gradients and moments, and {free / 2**30:,.1f} GiB '
+            f'are free; take a smaller n_layer={config.n_layer} or n_embd={config.n_embd}, and see --dry_run=True.'
+        )
+
+
+def free_memory():
+    """Bytes that a process can still take on this machine; infinite where it does not say."""
+    with contextlib.suppress(OSError, StopIteration), open('/proc/meminfo', encoding='ascii') as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith('MemAvailable'))
+    return math.inf
+
+
 def load_optimizer(optimizer, saved):
     """Restores the moments; rate, decay and fusing stay those of the current config, not of the file."""
     for old, new in zip(saved['param_groups'], optimizer.param_groups, strict=True):
@@ -769,9 +790,11 @@ def dry_run(config):
         ('decode', 'decoded token', 'plain_forward'),
     ):
         print(f'{label:<18}{flops[name]:>16.4g}{flops[name] / flops[plain]:>9.2f}')
+    if config.dtype == 'auto':
+        config.dtype = 'bfloat16' if config.device.startswith('cuda') else 'float32'
     memory = count_memory(config)
-    dtype = 'float32' if config.dtype == 'auto' else config.dtype
-    print(f'\nmemory of the tensors of one process, {dtype}, as on CPU without compile')
+    rows = config.batch_size // (config.accumulation * int(os.environ.get('WORLD_SIZE', 1)))
+    print(f'\nmemory of the tensors of one process, {rows} sequences at a time, {config.dtype}, as on CPU without compile')
     for part, size in memory.items():
         print(f'{part:<18}{size / 2**20:>16,.0f} MiB')
     if config.json:
@@ -812,7 +835,7 @@ def main(argv):
                 )
             if config.init_from.startswith('hf:') and not os.path.isdir(config.init_from[3:]):
                 print(f'{config.init_from[3:]} is no folder here: this is the shape that the settings state.', file=sys.stderr)
-            return dry_run(config)
+            return dry_run(config) if os.environ.get('RANK', '0') == '0' else None
         return train(config)
 
 
@@ -876,6 +899,8 @@ def run(config, held):
         dist.init_process_group('nccl' if kind == 'cuda' else 'gloo')
         agree(config, data, saved['step'] if saved else 0)
 
+    if kind == 'cpu':
+        check_memory(config)
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision('high')
     dtype = {'auto': 'bfloat16' if kind == 'cuda' else 'float32'}.get(config.dtype, config.dtype)

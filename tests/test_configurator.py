@@ -254,6 +254,8 @@ def test_a_config_file_may_start_from_another_and_compute(here):
         ("kind = 'gren'", ['kind=gren', "'green'"]),
         ('count = 13', ['count=13', 'take 12']),
         ("raise ValueError('first line\\nsecond line')", ['c.py', 'ValueError', 'first line']),
+        ('import math', ['c.py', 'sets no key']),
+        ('', ['c.py', 'sets no key']),
     ],
 )
 def test_a_faulty_config_file_is_one_sentence(here, capsys, text, says):

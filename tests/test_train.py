@@ -617,6 +617,22 @@ def test_torchrun_says_a_mistake_once(folders, tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built(folders, tmp_path, monkeypatch):
+    """By the memory that is free: weights, gradients and a moment of what is trained; with freeze_base hardly the last two."""
+    config = settings(folders, tmp_path / 'out', **ARCHITECTURES['t2mlr'] | {'optimizer': 'adamw'}, max_steps=1)
+    config = replace(config, warmup_steps=0, decay_steps=0)
+    with torch.device('meta'):
+        config.vocab_size = Dataset(config.data_dir).vocab_size
+        weights = 4 * sum(p.numel() for p in build(config).parameters())
+    monkeypatch.setattr(train, 'free_memory', lambda: 2 * weights)
+    with pytest.raises(ConfigError, match=r'at least .* are free; take a smaller n_layer=2'):
+        train.train(config)
+    assert not (tmp_path / 'out' / 'ckpt.pt').exists()
+    train.train(replace(config, freeze_base=True))
+    monkeypatch.undo()
+    assert 2**20 < train.free_memory()
+
+
 # Several runs, several processes, one that dies
 
 
