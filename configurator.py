@@ -149,9 +149,7 @@ def parse(config_class, argv, usage):
         path, given = read_arguments(argv, {name: f.default for name, f in declared.items()})
         values, of_file = {}, read_file(path) if path else {}
         if path and not any(name in declared or not isinstance(value, ModuleType) for name, value in of_file.items()):
-            raise ConfigError(
-                f'the config file {path} sets no key; write key = value, or `from other_config import *`.'
-            )
+            raise ConfigError(f'the config file {path} sets no key; write key = value, or `from other_config import *`.')
         for source, pairs in ((path, of_file), ('the command line', given)):
             for name, value in pairs.items():
                 if name not in declared and (callable(value) or isinstance(value, ModuleType)):
