@@ -29,6 +29,16 @@ def key(default, meaning, choices=(), bounds=()):
     return field(default=default, metadata={'meaning': meaning, 'choices': tuple(choices), 'bounds': tuple(bounds)})
 
 
+def check_keys(config):
+    """ConfigError for the first key of `config` whose value is not among its choices or outside its bounds."""
+    for f in fields(config):
+        value, choices, bounds = getattr(config, f.name), f.metadata['choices'], f.metadata['bounds']
+        if choices and value not in choices:
+            raise ConfigError(f'{f.name}={value} is not known; {nearest(value, choices)}')
+        if bounds:
+            within(f.name, value, *bounds, 'it must be {:g} to {:g} ({})'.format(*bounds, f.metadata['meaning']))
+
+
 def within(name, value, low, high, why):
     """ConfigError unless low <= value <= high."""
     if not low <= value <= high:
@@ -76,9 +86,10 @@ def read_file(path):
     """The names that a config file assigns, as a dict. It may start from another, in its own folder or in config/, by
     `from other_config import *`."""
     if not os.path.isfile(path):
-        folder = os.path.dirname(path) or '.'
-        there = sorted(f for f in glob.glob('*.py', root_dir=folder) if os.path.isfile(os.path.join(folder, f)))
-        hint = f'in {folder}, ' + nearest(os.path.basename(path), there) if there else 'there is no such folder either.'
+        folders = dict.fromkeys((os.path.dirname(path) or '.', 'config'))
+        there = [f for folder in folders for f in sorted(glob.glob(os.path.join(glob.escape(folder), '*.py')))]
+        files = [os.path.relpath(f) for f in there if os.path.isfile(f)]
+        hint = nearest(path, files) if files else 'nor are there others here or in config/.'
         raise ConfigError(f'there is no config file {path}; {hint}')
     names = {'__name__': 'config', '__file__': path}
     ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config')
@@ -158,12 +169,7 @@ def parse(config_class, argv, usage):
                     raise ConfigError(f'unknown key {name!r} in {source}; {nearest(name, declared)}')
                 values[name] = typed(name, value, declared[name].default)
         config = config_class(**values)
-        for name, f in declared.items():
-            value, choices, bounds = getattr(config, name), f.metadata['choices'], f.metadata['bounds']
-            if choices and value not in choices:
-                raise ConfigError(f'{name}={value} is not known; {nearest(value, choices)}')
-            if bounds:
-                within(name, value, *bounds, 'it must be {:g} to {:g} ({})'.format(*bounds, f.metadata['meaning']))
+        check_keys(config)
         config.check()
         return config
     except ConfigError as e:

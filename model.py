@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from configurator import ConfigError, key
+from configurator import ConfigError, check_keys, key
 
 
 @dataclass
@@ -31,22 +31,24 @@ class GPTConfig:
 
     architecture: str = key('gpt', 'gpt, or an LSTM language model of the same interface', ('gpt', 'lstm'))
     family: str = key('nanochat', 'backbone: QK-norm, ReLU^2, x0 skip; or RMSNorm weights, SwiGLU, tied', ('nanochat', 'llama'))
-    vocab_size: int = key(0, 'token ids known to the model; 0 takes the number from the data')
-    block_size: int = key(256, 'longest sequence, in tokens')
-    n_layer: int = key(6, 'layers')
-    n_head: int = key(4, 'query heads')
-    n_kv_head: int = key(0, 'key/value heads, a divisor of n_head; 0 means n_head')
-    n_embd: int = key(128, 'width D of the residual stream')
-    n_hidden: int = key(0, 'width inside the MLP; 0 means 4 D (nanochat) or 8/3 D rounded up to a multiple of 64 (llama)')
+    vocab_size: int = key(0, 'token ids known to the model; 0 takes the number from the data', bounds=(0, 10**7))
+    block_size: int = key(256, 'longest sequence, in tokens', bounds=(1, 10**7))
+    n_layer: int = key(6, 'layers', bounds=(1, 1000))
+    n_head: int = key(4, 'query heads', bounds=(1, 1000))
+    n_kv_head: int = key(0, 'key/value heads, a divisor of n_head; 0 means n_head', bounds=(0, 1000))
+    n_embd: int = key(128, 'width D of the residual stream', bounds=(1, 10**7))
+    n_hidden: int = key(
+        0, 'width inside the MLP; 0 means 4 D (nanochat) or 8/3 D rounded up to a multiple of 64 (llama)', bounds=(0, 10**7)
+    )
     positional: str = key('rope', 'position information in attention', ('rope', 'none'))
-    rope_base: float = key(10000.0, 'base of the rotary frequencies')
+    rope_base: float = key(10000.0, 'base of the rotary frequencies', bounds=(1e-6, 1e12))
     rope_scaling: tuple = key((), 'of Llama 3: factor, low_freq_factor, high_freq_factor, original length; empty is none')
-    norm_eps: float = key(1e-5, 'epsilon of the norms of the llama family; nanochat takes the default of F.rms_norm')
+    norm_eps: float = key(1e-5, 'epsilon of the norms of the llama family; nanochat has that of F.rms_norm', bounds=(1e-30, 1))
     value_embeddings: str = key('none', 'token-indexed embeddings added to the values', ('none', 'alternate', 'all'))
     recurrence: str = key('none', 'the latent memory', ('none', 't2mlr', 'lrt'))
     l_start: int = key(2, 'T2MLR: first layer of the span, which reads the memory')
     l_end: int = key(3, 'T2MLR: last layer of the span (inclusive), which writes the memory')
-    n_loop: int = key(1, 'times the layers l_start..l_end run in depth; above 1 a looped transformer')
+    n_loop: int = key(1, 'times the layers l_start..l_end run in depth; above 1 a looped transformer', bounds=(1, 1000))
     cache_residual: str = key(
         'on', 'T2MLR: R_t = RMSNorm(y + R_{t-1}); or without gradient, or without R', ('on', 'detached', 'off')
     )
@@ -98,13 +100,7 @@ class GPTConfig:
 
     def check(self):
         """Raises ConfigError, one sentence, for what cannot be built."""
-        limits = dict.fromkeys(('n_layer', 'n_head', 'n_loop'), (1, 1000)) | dict.fromkeys(('block_size', 'n_embd'), (1, 10**7))
-        limits |= {'vocab_size': (0, 10**7), 'n_kv_head': (0, 1000), 'n_hidden': (0, 10**7)}
-        for name, (low, high) in limits.items():
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and at most {high}.')
-        if self.rope_base <= 0 or self.norm_eps <= 0:
-            raise ConfigError(f'rope_base={self.rope_base} and norm_eps={self.norm_eps} must both be above 0.')
+        check_keys(self)
         if self.rope_scaling and (len(self.rope_scaling) != 4 or min(self.rope_scaling) <= 0):
             raise ConfigError(
                 f'rope_scaling={self.rope_scaling} must be 4 numbers above 0: factor, low_freq_factor, high_freq_factor, '
@@ -166,24 +162,21 @@ class Schedule:
         'passes over the span: one without memory; fixed-point; strided subsets; chunks; one position at a time',
         ('parallel', 'jacobi', 'interleaved', 'chunked', 'sequential'),
     )
-    d_forward: int = key(16, 'jacobi: passes over all positions after the initial one')
-    d_backward: int = key(4, 'jacobi: how many of the d_forward + 1 passes, from the last, carry gradient')
-    n_subsets: int = key(2, 'interleaved: S, pass i recomputes the positions p with p mod S = i')
-    n_sweeps: int = key(1, 'interleaved: times that the S subsets are gone through')
-    jacobi_tol: float = key(0.0, 'passes or sweeps without gradient end when the span moves by less than this share; 0 never')
-    chunk_size: int = key(64, 'chunked: positions in a chunk')
+    d_forward: int = key(16, 'jacobi: passes over all positions after the initial one', bounds=(0, 10**7))
+    d_backward: int = key(4, 'jacobi: how many of the d_forward + 1 passes, from the last, carry gradient', bounds=(1, 10**7))
+    n_subsets: int = key(2, 'interleaved: S, pass i recomputes the positions p with p mod S = i', bounds=(1, 10**7))
+    n_sweeps: int = key(1, 'interleaved: times that the S subsets are gone through', bounds=(1, 10**7))
+    jacobi_tol: float = key(
+        0.0, 'passes or sweeps without gradient end when the span moves by less than this share; 0 never', bounds=(0, math.inf)
+    )
+    chunk_size: int = key(64, 'chunked: positions in a chunk', bounds=(1, 10**7))
     pass_weights: tuple = key((), 'LRT: weight of the loss of each scored pass, the initial one first; empty means equal')
 
     def check(self):
         """Raises ConfigError, one sentence, for a schedule that cannot run."""
-        for name, low in (('d_forward', 0), ('d_backward', 1), ('n_subsets', 1), ('n_sweeps', 1), ('chunk_size', 1)):
-            if not low <= getattr(self, name) <= 10**7:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and at most {10**7}.')
-        if self.jacobi_tol < 0 or (self.jacobi_tol and self.schedule not in ('jacobi', 'interleaved')):
-            raise ConfigError(
-                f'jacobi_tol={self.jacobi_tol} must not be negative, and above 0 it needs schedule=jacobi or interleaved, '
-                f'not {self.schedule}.'
-            )
+        check_keys(self)
+        if self.jacobi_tol and self.schedule not in ('jacobi', 'interleaved'):
+            raise ConfigError(f'jacobi_tol={self.jacobi_tol} needs schedule=jacobi or interleaved, not {self.schedule}.')
         if self.schedule == 'jacobi' and self.d_backward > self.d_forward + 1:
             raise ConfigError(
                 f'd_backward={self.d_backward} is more than the d_forward + 1 = {self.d_forward + 1} passes there are; '
@@ -500,10 +493,15 @@ def has_value_embedding(config, layer):
     return config.value_embeddings == 'all' or (config.value_embeddings == 'alternate' and (last - layer) % 2 == 0)
 
 
+def sliced(positions):
+    """The positions of a pass, a range, as the slice that picks them."""
+    return slice(positions.start, positions.stop, positions.step)
+
+
 def count_scored(targets, passes):
     """Scored positions (targets != -1) of each pass, (len(passes),); targets (B, T), passes as ranges."""
     scored = (targets >= 0).sum(0)
-    return torch.stack([scored[p.start : p.stop : p.step].sum() for p in passes])
+    return torch.stack([scored[sliced(p)].sum() for p in passes])
 
 
 class ScoredLoss(torch.autograd.Function):
@@ -804,7 +802,7 @@ class GPT(nn.Module):
                 return self.logits(y[:, logits_from:])
             passes = self.scored_passes(schedule, T)
             outputs = outputs if self.scores_every_pass else [y]
-            wanted = [targets[:, p.start : p.stop : p.step] for p in passes]
+            wanted = [targets[:, sliced(p)] for p in passes]
             counts = count_scored(targets, passes) if counts is None else counts
             return scored_loss(self, outputs, wanted, counts, schedule.pass_weights[: len(passes)] or (1.0,) * len(passes))
 
@@ -852,7 +850,7 @@ class GPT(nn.Module):
                     newest = newest.index_copy(1, at, y) if kept else write(newest, 1, at, y)
                 if graded and scored:
                     whole = len(todo) == len(positions)
-                    outputs.append(y if whole else newest[:, positions.start : positions.stop : positions.step].clone())
+                    outputs.append(y if whole else newest[:, sliced(positions)].clone())
             if schedule.jacobi_tol and number:
                 still = (~(moved[-1] < schedule.jacobi_tol)).nonzero() if todo else ()
                 unsettled.append(todo[int(still[0])] if len(still) else T)

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, parse, reporting
+from configurator import ConfigError, fail, key, parse, reporting, show
 from model import (
     SEQUENTIAL,
     GPTConfig,
@@ -51,6 +51,7 @@ from model import (
     load_pretrained,
     pretrained_config,
     pretrained_folder,
+    sliced,
 )
 from prepare_data import shard_names, token_dtype, tokenizer_meta
 
@@ -58,6 +59,8 @@ EXIT_CODES = (
     'Exit codes: 0 finished; 2 a mistake in the settings, or no space for the last checkpoint; 3 the loss or gradient is not\n'
     'finite any more; 4 another process of the run has ended; 130 or 143 after SIGINT or SIGTERM, with the state saved.'
 )
+
+FROM_0, FROM_1, ANY = (0, 2**31 - 1), (1, 2**31 - 1), (0, math.inf)  # bounds of counts, and of what is no count
 
 
 @dataclass
@@ -70,38 +73,42 @@ class TrainConfig(Schedule, GPTConfig):
     init_from: str = key(
         'scratch', 'scratch, resume (out_dir holds a checkpoint), auto (either), hf:FOLDER or hf:NAME (pretrained, or auto)'
     )
-    max_steps: int = key(2000, 'updates')
-    d_forward_start: int = key(-1, 'jacobi: d_forward at the first update, growing to d_forward; -1 has all of it at once')
-    d_forward_steps: int = key(0, 'jacobi: update at which a growing d_forward has reached its full value')
-    batch_size: int = key(32, 'sequences per update, over all processes and micro-batches')
-    accumulation: int = key(1, 'micro-batches per update in each process')
+    max_steps: int = key(2000, 'updates', bounds=FROM_1)
+    d_forward_start: int = key(
+        -1, 'jacobi: d_forward at the first update, growing to d_forward; -1: all at once', bounds=(-1, 10**7)
+    )
+    d_forward_steps: int = key(0, 'jacobi: update at which a growing d_forward has reached its full value', bounds=FROM_0)
+    batch_size: int = key(32, 'sequences per update, over all processes and micro-batches', bounds=FROM_1)
+    accumulation: int = key(1, 'micro-batches per update in each process', bounds=FROM_1)
     optimizer: str = key('adamw', 'adamw, or muon for matrices and adamw for the rest', ('adamw', 'muon'))
-    learning_rate: float = key(1e-3, 'peak learning rate')
+    learning_rate: float = key(1e-3, 'peak learning rate', bounds=ANY)
     lr_schedule: str = key(
         'cosine',
         'after the warm-up: cosine, linear over the last warmdown_fraction, or constant',
         ('cosine', 'linear', 'constant'),
     )
-    warmup_steps: int = key(100, 'updates of linear warm-up; the first has learning_rate / warmup_steps')
-    decay_steps: int = key(0, 'update at which the decay ends; 0 means max_steps')
-    warmdown_fraction: float = key(0.4, 'lr_schedule=linear: share of the updates that decay')
-    final_lr_fraction: float = key(0.1, 'learning rate at the end, as a fraction of the peak')
-    weight_decay: float = key(0.1, 'decay of the matrices; embeddings, head, gates, biases and scalars have none')
-    beta1: float = key(0.9, 'AdamW: decay of the first moment')
-    beta2: float = key(0.95, 'AdamW: decay of the second moment')
-    grad_clip: float = key(1.0, 'largest norm of the gradient; 0 switches clipping off')
-    max_bad_steps: int = key(10, 'updates in a row, each skipped for a loss or gradient that is not finite, that end the run')
+    warmup_steps: int = key(100, 'updates of linear warm-up; the first has learning_rate / warmup_steps', bounds=FROM_0)
+    decay_steps: int = key(0, 'update at which the decay ends; 0 means max_steps', bounds=FROM_0)
+    warmdown_fraction: float = key(0.4, 'lr_schedule=linear: share of the updates that decay', bounds=(0, 1))
+    final_lr_fraction: float = key(0.1, 'learning rate at the end, as a fraction of the peak', bounds=ANY)
+    weight_decay: float = key(0.1, 'decay of the matrices; embeddings, head, gates, biases, scalars have none', bounds=ANY)
+    beta1: float = key(0.9, 'AdamW: decay of the first moment', bounds=(0, 0.999999))
+    beta2: float = key(0.95, 'AdamW: decay of the second moment', bounds=(0, 0.999999))
+    grad_clip: float = key(1.0, 'largest norm of the gradient; 0 switches clipping off', bounds=ANY)
+    max_bad_steps: int = key(
+        10, 'updates in a row, skipped for a loss or gradient that is not finite, that end the run', bounds=FROM_1
+    )
     debug_nan: bool = key(False, 'end at the first module and pass whose output is not finite, and name them; slow')
-    recurrence_lr_scale: float = key(1.0, 'multiplies the learning rate of the parameters that the recurrence adds')
+    recurrence_lr_scale: float = key(1.0, 'multiplies the learning rate of the parameters that the recurrence adds', bounds=ANY)
     freeze_base: bool = key(False, 'train only the parameters that the recurrence adds')
-    eval_interval: int = key(250, 'updates between evaluations and checkpoints')
-    save_minutes: float = key(0.0, 'also a checkpoint when so many minutes have passed since the last; 0 never')
-    keep_every: int = key(0, 'updates between checkpoints that are kept as ckpt-UPDATE.pt; 0 keeps none')
+    eval_interval: int = key(250, 'updates between evaluations and checkpoints', bounds=FROM_1)
+    save_minutes: float = key(0.0, 'also a checkpoint when so many minutes have passed since the last; 0 never', bounds=ANY)
+    keep_every: int = key(0, 'updates between checkpoints that are kept as ckpt-UPDATE.pt; 0 keeps none', bounds=FROM_0)
     keep_best: bool = key(False, 'keep the checkpoint of the lowest validation loss as best.pt')
-    eval_batches: int = key(8, 'validation batches under the training schedule, each of batch_size sequences')
-    eval_exact_batches: int = key(1, 'validation batches under the exact sequential recurrence; 0 skips it')
-    log_interval: int = key(10, 'updates between lines of log.jsonl')
-    seed: int = key(1337, 'seed of the weights and of the order of the data')
+    eval_batches: int = key(8, 'validation batches under the training schedule, each of batch_size sequences', bounds=FROM_1)
+    eval_exact_batches: int = key(1, 'validation batches under the exact sequential recurrence; 0 skips it', bounds=FROM_0)
+    log_interval: int = key(10, 'updates between lines of log.jsonl', bounds=FROM_1)
+    seed: int = key(1337, 'seed of the weights and of the order of the data', bounds=(0, 2**63 - 1))
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', ('auto', 'float32', 'bfloat16', 'float64'))
     compile: bool = key(False, 'compile the repeated block with torch.compile')
@@ -109,7 +116,7 @@ class TrainConfig(Schedule, GPTConfig):
     activation_checkpointing: bool = key(
         False, 'layers keep only their inputs and run again in the backward: less memory, up to a third more time'
     )
-    threads: int = key(0, 'CPU threads of each process; 0 leaves the default')
+    threads: int = key(0, 'CPU threads of each process; 0 leaves the default', bounds=(0, 1024))
     wandb: str = key('off', 'log to Weights & Biases too', ('off', 'online', 'offline'))
     wandb_project: str = key('latent-memory', 'project there; the run is named after out_dir')
     dry_run: bool = key(False, 'print parameters, operations and peak memory, allocate nothing, and stop')
@@ -132,27 +139,8 @@ class TrainConfig(Schedule, GPTConfig):
             raise ConfigError(
                 f'pass_weights={self.pass_weights} weighs the passes of LRT; recurrence={self.recurrence} is scored once.'
             )
-        if self.d_forward_start < -1:
-            raise ConfigError(f'd_forward_start={self.d_forward_start} must be at least -1, which switches growth off.')
-        positive = ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval', 'max_bad_steps')
-        nonnegative = ('warmup_steps', 'decay_steps', 'd_forward_steps', 'eval_exact_batches', 'keep_every')
-        for names, low in ((positive, 1), (nonnegative, 0)):
-            for name in names:
-                if not low <= getattr(self, name) < 2**31:
-                    raise ConfigError(f'{name}={getattr(self, name)} must be at least {low} and below 2^31.')
-        for name, high in (('seed', 2**63), ('threads', 1025)):
-            if not 0 <= getattr(self, name) < high:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least 0 and below {high}.')
-        if not self.out_dir:
-            raise ConfigError('out_dir is empty; name the folder for the checkpoint and the log.')
-        for name in ('learning_rate', 'weight_decay', 'grad_clip', 'recurrence_lr_scale', 'final_lr_fraction', 'save_minutes'):
-            if getattr(self, name) < 0:
-                raise ConfigError(f'{name}={getattr(self, name)} must not be negative.')
-        for name in ('beta1', 'beta2'):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least 0 and below 1.')
-        if not 0 <= self.warmdown_fraction <= 1:
-            raise ConfigError(f'warmdown_fraction={self.warmdown_fraction} must lie between 0 and 1.')
+        if not self.out_dir or os.path.isfile(self.out_dir):
+            raise ConfigError(f'out_dir={self.out_dir} is no folder; name one for the checkpoint and the log.')
         end = self.decay_steps or self.max_steps
         if self.warmup_steps > end:
             raise ConfigError(
@@ -624,9 +612,15 @@ def same_vocabulary(folder, data):
             )
 
 
-def fixed_on_resume(config):
-    """The settings that a checkpoint cannot change: what shapes the weights and the state of the optimisers."""
-    return {name: getattr(config, name) for name in (*(f.name for f in fields(GPTConfig)), 'optimizer', 'freeze_base', 'dtype')}
+def changed_settings(before, config):
+    """What differs from the settings (a dict) of a checkpoint, as ['name=value (before: value)']. Raises ConfigError for what
+    cannot: what shapes the weights and the state of the optimisers."""
+    fixed = (*(f.name for f in fields(GPTConfig)), 'optimizer', 'freeze_base', 'dtype')
+    changed = {name: (value, before[name]) for name, value in asdict(config).items() if value != before[name]}
+    changed = {name: f'{name}={show(value)} (before: {show(old)})' for name, (value, old) in changed.items()}
+    if wrong := [changed[name] for name in fixed if name in changed]:
+        raise ConfigError(f'{config.out_dir} cannot go on with {", ".join(wrong)}; give what it had, or another --out_dir.')
+    return [changed[name] for name in changed if name not in ('init_from', 'out_dir', 'device', 'threads', 'json')]
 
 
 class Tracker:
@@ -875,7 +869,7 @@ def run(config, held):
         same_vocabulary(pretrained_folder(config.init_from[3:]), data)
 
     path = os.path.join(config.out_dir, 'ckpt.pt')
-    saved, there = None, os.path.exists(path)
+    saved, changed, there = None, [], os.path.exists(path)
     if there and config.init_from == 'scratch':
         raise ConfigError(f'{path} exists; continue it with --init_from=resume, or choose another --out_dir.')
     if first and (there or config.init_from != 'resume'):  # before reading what another run might be about to write
@@ -883,12 +877,9 @@ def run(config, held):
         held.enter_context(locked(config.out_dir))
     if config.init_from == 'resume' or os.path.exists(path):
         saved = read_checkpoint(path)
-        for name, value in fixed_on_resume(config).items():
-            if saved['config'][name] != value:
-                raise ConfigError(
-                    f'{path} was trained with {name}={saved["config"][name]}, not {name}={value}; change one of the two.'
-                )
+        changed = changed_settings(saved['config'], config)
         same_tokens(saved, data)
+        changed += [f'other data in {data.folder}'] if saved['meta'] != data.meta else []
         if saved['step'] > config.max_steps:
             raise ConfigError(f'max_steps={config.max_steps} lies behind {path}, which holds update {saved["step"]}; raise it.')
 
@@ -949,6 +940,8 @@ def run(config, held):
     if first:
         best = min(best, continue_log(log_path, start))  # a checkpoint is written before the evaluation that belongs to it
         print(f'{sum(count_parameters(raw).values()):,} parameters, {kind}, {dtype}, updates {start} to {config.max_steps}')
+        if changed:
+            print(f'goes on with other settings than before: {", ".join(changed)}')
     tracker = Tracker(config, first)
 
     def log(values):
@@ -984,6 +977,7 @@ def run(config, held):
     micro = config.batch_size // (world * config.accumulation)
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
     bar = tqdm(total=config.max_steps, initial=start, disable=not first or None, unit='update', mininterval=1)
+    said_at = time.monotonic()
     since, counted, done, interrupted = time.perf_counter(), start, start, 0
     growing = 0  # lines in a row whose passes moved the span more and more
     recent, longest = [], 0  # whether each update since the last look was skipped, on the device; the longest row of them
@@ -1000,7 +994,7 @@ def run(config, held):
         logged = done % config.log_interval == 0 or evaluated
         rows = data.rows('train', config.seed, step, config.batch_size, T)
         scored = data.scored('train', rows, T)
-        counts = torch.tensor([scored[p.start : p.stop : p.step].sum() for p in passes])
+        counts = torch.tensor([scored[sliced(p)].sum() for p in passes])
         mine = rows[rank * micro * config.accumulation :]
         loss, means, changes = 0.0, 0.0, [] if logged and first and config.recurrence != 'none' else None
         for i in range(config.accumulation):
@@ -1064,6 +1058,9 @@ def run(config, held):
                 )
             log({k: v for k, v in line.items() if np.isfinite(v).all()})  # JSON has no word for the others
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
+            if first and bar.disable and time.monotonic() - said_at >= 60:  # a file has no bar; a line a minute shows life
+                said_at = time.monotonic()
+                print(f'update {done:>6}  loss {loss:.4f}, {tokens:,.0f} tokens a second', flush=True)
         if first and (final or interrupted or (due and not bad_row)) and not save(done) and (final or interrupted):
             raise fail(f'{path} could not be written with update {done}, the last; make space and --init_from=auto.')
         if interrupted:
@@ -1089,7 +1086,7 @@ def run(config, held):
         dist.destroy_process_group()
     if interrupted:
         if first:
-            print(f'interrupted; {path} holds update {done}: continue with --init_from=resume', file=sys.stderr)
+            print(f'interrupted; {path} holds update {done}: the same command with --init_from=resume goes on', file=sys.stderr)
         raise SystemExit(128 + interrupted)
 
 

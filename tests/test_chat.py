@@ -70,6 +70,7 @@ def conversation(rng, pieces):
     return [{'role': role, 'content': text} for role, text in zip(roles, texts, strict=True)]
 
 
+@pytest.mark.fault('chat templates', 'the ids of transformers, one start token')
 def test_ids_are_those_of_transformers_behind_one_document_token(instruct):
     transformers = pytest.importorskip('transformers', reason='transformers is an optional extra')
     _, folder, meta = instruct
@@ -81,6 +82,7 @@ def test_ids_are_those_of_transformers_behind_one_document_token(instruct):
         assert chat_tokens(meta, said) == (ids if ids[:1] == document else document + ids)
 
 
+@pytest.mark.fault('a message spells a special token', 'ordinary text')
 def test_no_content_becomes_a_special_token(instruct):
     _, _, meta = instruct
     rng = random.Random(2)

@@ -119,6 +119,7 @@ def refused(capsys, call, *says):
         (['--device=tpu'], ['device=tpu', 'cpu']),
     ],
 )
+@pytest.mark.fault('a malformed, repeated or unknown argument', 'one sentence, code 2, nothing written')
 def test_a_malformed_argument_is_one_sentence(here, data, capsys, argv, says):
     refused(capsys, lambda: train.main([f'--data_dir={data}', f'--out_dir={here}/out', *argv]), *says)
 
@@ -148,6 +149,7 @@ def test_only_the_first_of_several_processes_speaks(here, capsys, monkeypatch):
 # Types
 
 
+@pytest.mark.fault('numbers in every spelling', 'exact, or refused')
 def test_numbers_are_read_in_every_usual_spelling():
     rng = random.Random(0)
     for _ in range(300):
@@ -164,6 +166,7 @@ def test_numbers_are_read_in_every_usual_spelling():
     assert toy('--count=9007199254740993').count == 9007199254740993  # 2^53 + 1 is no float
 
 
+@pytest.mark.fault('a fraction where a count is meant', 'one sentence, code 2, nothing written')
 def test_fractions_are_no_counts(capsys):
     rng = random.Random(1)
     for _ in range(100):
@@ -173,6 +176,7 @@ def test_fractions_are_no_counts(capsys):
         assert f'count={text}' in capsys.readouterr().err
 
 
+@pytest.mark.fault('other spellings of True and False', 'one sentence, code 2, nothing written')
 def test_booleans_have_their_spellings_and_no_others(capsys):
     for text, value in {'True': True, 'true': True, '1': True, 'False': False, 'false': False, '0': False}.items():
         assert toy(f'--flag={text}').flag is value
@@ -184,6 +188,7 @@ def test_booleans_have_their_spellings_and_no_others(capsys):
 
 
 @pytest.mark.parametrize('text', ['123', '1e3', 'True', '', 'a=b', '--x', 'None', ' ', 'ä', '1,2'])
+@pytest.mark.fault('a text that looks like a number', 'it stays a text')
 def test_a_text_key_keeps_what_it_is_given(text):
     assert toy(f'--name={text}').name == text
     assert sample.parse(sample.SampleConfig, [f'--prompt={text}'], '').prompt == text
@@ -267,7 +272,8 @@ def test_a_missing_config_file_is_answered_with_the_nearest(here, capsys):
     (here / 'config').mkdir()
     (here / 'config' / 's3_t2mlr.py').write_text('count = 1\n')
     (here / 'config' / 'other.py').write_text('count = 1\n')
-    refused(capsys, lambda: toy('config/s3_tmlr.py'), 'config/s3_tmlr.py', "'s3_t2mlr.py'")
+    refused(capsys, lambda: toy('config/s3_tmlr.py'), 'config/s3_tmlr.py', "'config/s3_t2mlr.py'")
+    refused(capsys, lambda: toy('s3_t2mlr.py'), "'config/s3_t2mlr.py'")
     refused(capsys, lambda: toy('nowhere/x.py'), 'nowhere/x.py')
     refused(capsys, lambda: toy('config/s3_t2mlr.py', 'config/other.py'), 'config/s3_t2mlr.py', 'config/other.py', 'one')
     refused(capsys, lambda: toy('config/other.py', 'config/other.py'), 'config/other.py')
@@ -392,6 +398,7 @@ LRT = 'recurrence=lrt source_layer=1'
         ('seed=1e30', ['seed=']),
     ],
 )
+@pytest.mark.fault('settings that exclude each other', 'one sentence, code 2, nothing written')
 def test_an_impossible_combination_is_one_sentence(here, data, capsys, settings, says):
     given = {'n_layer': 3, 'n_head': 2, 'n_embd': 16, 'block_size': 8, 'batch_size': 4, 'max_steps': 20, 'warmup_steps': 2}
     given |= {'data_dir': data, 'out_dir': 'out/run', 'device': 'cpu'}
@@ -402,6 +409,7 @@ def test_an_impossible_combination_is_one_sentence(here, data, capsys, settings,
 @pytest.mark.parametrize(
     'world, batch, accumulation, near', [(5, 12, 1, '10 or 15'), (4, 10, 2, '8 or 16'), (2, 3, 2, '4'), (8, 4, 1, '8')]
 )
+@pytest.mark.fault('a batch that does not divide over the processes', 'the nearest sizes that do are named')
 def test_a_batch_divides_over_all_processes(here, data, capsys, monkeypatch, world, batch, accumulation, near):
     monkeypatch.setenv('WORLD_SIZE', str(world))
     argv = [f'--data_dir={data}', '--out_dir=out', f'--batch_size={batch}', f'--accumulation={accumulation}']

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import trial
 
 import prepare_data
 import train
@@ -124,6 +125,7 @@ def test_decoding_gives_random_unicode_back(tokenizer):
     assert isinstance(encode(meta, 'undecodable \udcff'), list)
 
 
+@pytest.mark.fault('a document spells a special token', 'ordinary text, round trip exact')
 def test_documents_that_spell_a_special_token_stay_whole(tokenizer, tmp_path):
     rng = random.Random(4)
     texts = ['before <|endoftext|> after', '<|endoftext|>', '<|im_start|><s></s>', *(random_text(rng) for _ in range(40))]
@@ -136,6 +138,7 @@ def test_documents_that_spell_a_special_token_stay_whole(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize('char', ['a', '=', ' ', '\n'])
+@pytest.mark.fault('a run of one character, 10 MB long', 'encoded in time')
 def test_a_long_run_of_one_character_is_quick(tokenizer, char):
     meta, text, since = tokenizer_meta(tokenizer), char * 1_500_000 + 'end', time.process_time()
     ids = encode(meta, text)
@@ -143,6 +146,7 @@ def test_a_long_run_of_one_character_is_quick(tokenizer, char):
 
 
 @pytest.mark.parametrize(('ids', 'dtype'), [(65_536, 'uint16'), (65_537, 'uint32'), (100_000, 'uint32')])
+@pytest.mark.fault('ids around 65,536', 'stored whole, decoded exactly')
 def test_the_last_id_of_a_large_vocabulary_is_trained_on(tmp_path, ids, dtype):
     pytest.importorskip('tokenizers', reason='tokenizers is an optional extra, in requirements-data.txt')
     (tmp_path / 's').mkdir()
@@ -271,6 +275,7 @@ def test_every_document_of_a_corpus_comes_back(tmp_path, tokenizer, monkeypatch)
         assert {s['tokens'] for s in split['shards'][:-1]} <= {5000} and split['shards'][-1]['tokens'] <= 5000
 
 
+@pytest.mark.fault('preparing a corpus is killed, with one worker or two', 'the same bytes')
 def test_many_restarts_and_workers_write_the_same_bytes(tmp_path):
     """Killed six times with two workers: no row twice, none missing, no process left behind."""
     pytest.importorskip('tokenizers', reason='tokenizers is an optional extra, in requirements-data.txt')
@@ -304,6 +309,7 @@ def test_many_restarts_and_workers_write_the_same_bytes(tmp_path):
         left = [Path(f'/proc/{n}') for n in children.read_text().split()] if children.exists() else []
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        trial()
         assert process.returncode == -signal.SIGKILL and reached() > before and not (out / 'meta.json').exists()
         while any(p.exists() and ') Z ' not in (p / 'stat').read_text() for p in left):
             assert time.time() - since < 60, 'a worker outlives the first process'

@@ -339,6 +339,7 @@ def test_drawings(runs, capsys, tmp_path):
 
 
 @pytest.mark.parametrize('name', MODELS)
+@pytest.mark.fault('continuations of any length, batch and order', 'log-probabilities as summed by hand')
 def test_continuations_are_scored_as_by_hand(runs, name):
     """Continuations of 1, 2 and 5 tokens, long contexts, any batch and order: the sum of teacher-forced log-probabilities."""
     model, _ = load_model(str(runs['text', name] / 'ckpt.pt'))
@@ -460,6 +461,7 @@ def test_answers_are_those_decoded_one_by_one(capsys, tmp_path, name, recurs):
 
 @pytest.mark.parametrize('kind', ['task', 'text'])
 @pytest.mark.parametrize('after', [0, 1, 4])
+@pytest.mark.fault('an evaluation is interrupted', 'it goes on, same numbers')
 def test_an_interrupted_evaluation_goes_on(runs, capsys, monkeypatch, kind, after):
     """Stopped after some batches, with its last line cut short: the rest is measured and the result is the same; what belongs
     to another checkpoint or to other settings is not taken."""

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import fields
 
 import pytest
+from conftest import trial
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +83,7 @@ def override(config_class):
 @pytest.mark.parametrize(
     'config_class', [train.TrainConfig, sample.SampleConfig, evaluation.EvalConfig], ids=lambda c: c.__name__
 )
+@pytest.mark.fault('random settings of a command', 'taken, or one sentence and code 2')
 def test_settings(config_class, tmp_path, monkeypatch):
     """Either a config of the declared types, or a refusal."""
     monkeypatch.chdir(tmp_path)
@@ -89,6 +91,8 @@ def test_settings(config_class, tmp_path, monkeypatch):
     @cases(400)
     @given(st.lists(override(config_class), max_size=4))
     def check(argv):
+        trial()
+
         def main(argv):
             config = parse(config_class, argv, 'a command')
             assert all(type(getattr(config, f.name)) is type(f.default) for f in fields(config))
@@ -98,6 +102,7 @@ def test_settings(config_class, tmp_path, monkeypatch):
     check()
 
 
+@pytest.mark.fault('random models and schedules', 'built, or one sentence and code 2')
 def test_models(tmp_path, monkeypatch):
     """What the settings accept can be built and counted: a small model with any schedule and recurrence."""
     monkeypatch.chdir(tmp_path)
@@ -126,18 +131,21 @@ def test_models(tmp_path, monkeypatch):
     @cases(300)
     @given(st.lists(st.one_of(one), max_size=6, unique_by=lambda s: s.partition('=')[0]))
     def check(argv):
+        trial()
         given = {s.partition('=')[0] for s in argv}
         outcome(train.main, [*argv, *(s for s in [*SMALL, '--vocab_size=9'] if s.partition('=')[0] not in given), '--dry_run'])
 
     check()
 
 
+@pytest.mark.fault('random prompts', 'continued, or one sentence and code 2')
 def test_prompts(root):
     argv = [f'--ckpt={root}/run', '--max_tokens=2', '--device=cpu', '--temperature=0']
 
     @cases(300)
     @given(st.text(max_size=40), st.sampled_from(['stop', 'slide']), st.sampled_from(['jacobi', 'exact']), st.text(max_size=3))
     def check(prompt, overflow, prefill, stop):
+        trial()
         found = outcome(
             sample.main, [*argv, f'--prompt={prompt}', f'--overflow={overflow}', f'--prefill={prefill}', f'--stop={stop}']
         )
@@ -146,6 +154,7 @@ def test_prompts(root):
     check()
 
 
+@pytest.mark.fault('a checkpoint with bytes flipped, cut, lost or put in', 'refused, or the same continuation')
 def test_checkpoints(root, tmp_path):
     """Bytes flipped, cut off or put in between: refused, or the same continuation as before."""
     whole = (root / 'run' / 'ckpt.pt').read_bytes()
@@ -163,6 +172,7 @@ def test_checkpoints(root, tmp_path):
             'zero': whole[:at] + bytes(n) + whole[at + n :],
         }[how]
         (tmp_path / 'ckpt.pt').write_bytes(damaged)
+        trial()
         found = outcome(sample.main, [*argv, f'--ckpt={tmp_path}/ckpt.pt'])
         assert found is None or found == expected
 
@@ -176,6 +186,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.fault('a meta.json with a value replaced, lost or cut', 'refused, or the same training')
 def test_metadata(root, tmp_path):
     """A value of meta.json, at any depth, replaced or left out, or its text cut: refused, or the same training as before."""
     whole = json.loads((root / 'data' / 'meta.json').read_text())
@@ -205,6 +216,7 @@ def test_metadata(root, tmp_path):
             inner[name] = value
         text = json.dumps(meta)
         (tmp_path / 'data' / 'meta.json').write_text(text[:-length] if length < 40 else text)
+        trial()
         found = trained(tmp_path / 'data')
         assert found is None or found == expected
 

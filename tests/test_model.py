@@ -109,9 +109,10 @@ def draw_schedule(seed, T, name):
     rng = random.Random(seed + 2000)
     d_forward, n_subsets = rng.randint(0, 4), rng.randint(1, T + 2)
     d_backward = rng.randint(1, d_forward + 1)
-    scored = {'jacobi': d_backward, 'interleaved': n_subsets + 1}.get(name, 1)
+    n_sweeps = rng.choice((1, 1, 2, 3))
+    scored = {'jacobi': d_backward, 'interleaved': n_subsets * n_sweeps + 1}.get(name, 1)
     weights = tuple(rng.choice((0.5, 1.0, 3.0)) for _ in range(scored)) if scored > 1 and rng.random() < 0.5 else ()
-    return Schedule(name, d_forward, d_backward, n_subsets=n_subsets, chunk_size=rng.randint(1, T + 1), pass_weights=weights)
+    return Schedule(name, d_forward, d_backward, n_subsets, n_sweeps, chunk_size=rng.randint(1, T + 1), pass_weights=weights)
 
 
 def gradients(model, loss):
@@ -142,7 +143,7 @@ def oracle_passes(schedule, T):
         return [(True, chunk, True) for chunk in chunks if chunk]
     if schedule.schedule == 'interleaved':
         subsets = [[t for t in everywhere if t % S == i] for i in range(S)]
-        return [(False, everywhere, True)] + [(True, subset, True) for subset in subsets if subset]
+        return [(False, everywhere, True)] + [(True, subset, True) for subset in subsets if subset] * schedule.n_sweeps
     if schedule.schedule == 'jacobi':
         last = schedule.d_forward - schedule.d_backward
         return [(k > 0, everywhere, k > last) for k in range(schedule.d_forward + 1)]
@@ -825,6 +826,7 @@ def test_a_tolerance_ends_the_passes_without_gradient(recurrence):
 @pytest.mark.parametrize('document_attention', (False, True))
 @pytest.mark.parametrize('name', ('interleaved', 'chunked'))
 @each_memory
+@pytest.mark.fault('lengths that are no multiple of a block', 'FlexAttention equals attention (CPU, forward)')
 def test_flex_attention_is_attention(recurrence, name, document_attention, T):
     """Under its block masks, at lengths that are no multiple of a block, after a longer batch and before a shorter one: the
     logits of sdpa, documents and rows without a memory included. On CPU it has no backward."""
@@ -963,6 +965,7 @@ def test_weights_of_passes(seed):
 @each_schedule
 @each_recurrence
 @each_family
+@pytest.mark.fault('empty rows, all masked, a document at the last position', 'finite values and gradients')
 def test_extreme_batches_stay_finite(family, recurrence, name, document_attention):
     """Nothing recurs, a document opens at the last position, a row of nothing but padding."""
     fixed = {'reset_token': RESET, 'document_attention': document_attention}
@@ -1004,6 +1007,7 @@ def test_bfloat16_autocast(family, recurrence, name):
     assert a.isfinite().all() and F.cosine_similarity(a, b, 0) > 0.95
 
 
+@pytest.mark.fault('rotary tables cast to a low precision', 'they keep float32 or better')
 def test_rope_tables_keep_their_precision():
     """Angles in float64; tables in float32, in float64 only where the model is, never in less."""
     config = GPTConfig(vocab_size=VOCAB, block_size=4096, n_layer=1, n_head=2, n_embd=16, rope_base=100000.0)
@@ -1197,6 +1201,7 @@ def test_a_compiled_model_equals_the_eager_one():
     assert list(compiled.state_dict()) == keys
 
 
+@pytest.mark.fault('many shapes of passes, compiled', 'no recompilation between updates')
 def test_compiled_passes_of_many_shapes_are_compiled_once():
     """More shapes than torch allows by default, and a second round of them compiles nothing."""
     torch._dynamo.reset()

@@ -392,6 +392,7 @@ def test_the_standard_library_is_several_megabytes_without_tests_or_machine_path
 
 
 @pytest.mark.parametrize(('vocab_size', 'bits'), [(2, 16), (257, 16), (65_535, 16), (65_536, 16), (65_537, 32), (100_000, 32)])
+@pytest.mark.fault('ids around 65,536', 'stored whole, decoded exactly')
 def test_the_last_id_of_any_vocabulary_survives(vocab_size, bits):
     dtype = token_dtype(vocab_size)
     assert dtype.itemsize * 8 == bits
@@ -468,6 +469,7 @@ def test_an_interrupted_run_leaves_no_dataset_and_the_next_one_completes(tmp_pat
         assert snapshot(out) == snapshot(tmp_path / 'whole')
 
 
+@pytest.mark.fault('preparing a task is killed', 'no dataset is left')
 def test_a_killed_run_leaves_no_dataset(tmp_path):
     here = os.path.dirname(os.path.abspath(prepare_data.__file__))
     command = [

@@ -98,6 +98,7 @@ def imported(folder, **recurrence):
         {'rope_scaling': LLAMA3 | {'factor': 1.0}},
     ],
 )
+@pytest.mark.fault('imported weights, rotary scalings and head counts', 'the logits of transformers')
 def test_logits_equal_those_of_transformers(tmp_path, changed, recurrence):
     """Over four times the original length, in every schedule and in decoding, before anything is trained."""
     theirs = make(tmp_path, shards=bool(recurrence), **changed)
@@ -173,6 +174,7 @@ def test_the_laws_hold_on_imported_weights(base, recurrence):
     assert (model(tokens, schedule=Schedule('jacobi', 0, 1)) - exact).abs().max() > 1e-6
 
 
+@pytest.mark.fault('a checkpoint that cannot be expressed', 'refused by name')
 def test_what_cannot_be_imported_is_named(tmp_path):
     make(tmp_path / 'whole', shards=True)
     config = json.loads((tmp_path / 'whole' / 'config.json').read_text())

@@ -94,6 +94,7 @@ def refused(capsys, *argv, device='cpu'):
 
 
 @pytest.mark.parametrize('name', MODELS)
+@pytest.mark.fault('prompts of 1, 2 and block_size tokens', 'the learned sentence comes back')
 def test_an_overfitted_sentence_comes_back(overfit, capsys, name):
     """From prompts of nothing, one character and half the sentence, greedily, and nothing after its end."""
     for n in (0, 1, 2, len(SENTENCE) // 2, len(SENTENCE) - 1):
@@ -141,6 +142,7 @@ def test_one_forward_of_one_token_each(overfit, name):
 
 @pytest.mark.parametrize('prefill', [{'prefill': 'exact'}, {'prefill': 'jacobi', 'jacobi_tol': 0.0, 'prefill_chunk': 7}])
 @pytest.mark.parametrize('name', MODELS)
+@pytest.mark.fault('prompts of unlike lengths in one batch', 'each row is what it is alone')
 def test_each_row_is_what_it_is_alone(overfit, name, prefill):
     """Prompts of 1, 5 and 40 tokens in every order, several samples, rows that end at different steps: tokens equal, the
     log-probabilities to 1e-9; and sample i with seed s is the only sample with seed s + i."""

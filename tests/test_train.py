@@ -2,6 +2,7 @@
 number of micro-batches equal one, compiled equals plain; the learning rate, the optimisers' groups, the log, the tracker."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import trial
 
 import prepare_data
 import train
@@ -113,6 +115,7 @@ def command(config):
 
 @pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('name', ARCHITECTURES)
+@pytest.mark.fault('a restart half way', 'the uninterrupted run, bit for bit')
 def test_resumed_equals_uninterrupted(folders, tmp_path, name, compiled):
     """10 updates, a restart and 10 more are 20 updates, bit for bit."""
     changed = ARCHITECTURES[name] | ({'compile': True, 'n_layer': 1, 'l_start': 0, 'l_end': 0} if compiled else {})
@@ -137,6 +140,7 @@ def test_a_task_resumes_too(folders, tmp_path):
 
 
 @pytest.mark.parametrize('signals', [[signal.SIGKILL] * 10, [signal.SIGINT, signal.SIGTERM]])
+@pytest.mark.fault('SIGKILL, SIGINT or SIGTERM at a random moment', 'the uninterrupted run, bit for bit')
 def test_interrupted_at_any_moment(folders, tmp_path, signals):
     """Whatever ends the process, the checkpoint is whole, never goes back, and the finished run is the uninterrupted one."""
     rng = random.Random(len(signals))
@@ -153,6 +157,7 @@ def test_interrupted_at_any_moment(folders, tmp_path, signals):
         process.send_signal(number)
         said = process.communicate(timeout=60)[1].decode()
         step = read_checkpoint(path)['step']
+        trial()
         assert step > reached, said
         reached = step
         if number == signal.SIGKILL:
@@ -170,6 +175,7 @@ def test_interrupted_at_any_moment(folders, tmp_path, signals):
     assert all(whole[line['step']] == line['loss'] for line in log_of(tmp_path / 'out') if line.get('loss') in whole)
 
 
+@pytest.mark.fault('a resume with another rate, decay or fused flag', 'what is asked for now holds')
 def test_the_current_settings_decide_and_not_the_file(folders, tmp_path):
     """Rate, decay, betas and fusing of a resumed optimiser are those now asked for; what shapes the weights cannot change."""
     config = settings(folders, tmp_path, max_steps=5)
@@ -189,11 +195,41 @@ def test_the_current_settings_decide_and_not_the_file(folders, tmp_path):
             train.train(replace(config, init_from='resume', **{name: value}))
 
 
+def test_a_resume_says_what_differs(folders, tmp_path, capsys):
+    """Other settings and other data in one line, nothing where nothing differs; all that cannot differ in one sentence."""
+    config = settings(folders, tmp_path / 'out', max_steps=2, decay_steps=9)
+    train.train(config)
+    resumed = replace(config, init_from='resume', max_steps=3)
+    train.train(replace(resumed, max_steps=2))
+    assert 'other settings' not in capsys.readouterr().out
+    train.train(replace(resumed, learning_rate=1e-4))
+    said = [line for line in capsys.readouterr().out.splitlines() if 'other settings' in line]
+    assert len(said) == 1 and said[0].endswith('max_steps=3 (before: 2), learning_rate=0.0001 (before: 0.005)')
+    data = copied(folders / 'text', tmp_path / 'data')
+    meta = json.loads((data / 'meta.json').read_text())
+    (data / 'meta.json').write_text(json.dumps(meta | {'source': 'elsewhere'}))
+    train.train(replace(resumed, max_steps=4, data_dir=str(data)))
+    assert f'other data in {data}' in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r'n_embd=32 \(before: 16\), optimizer=muon \(before: adamw\)'):
+        train.train(replace(resumed, n_embd=32, optimizer='muon'))
+
+
+def test_without_a_terminal_a_line_a_minute_shows_life(folders, tmp_path, monkeypatch, capsys):
+    clock = itertools.count(0.0, 7.0)
+    monkeypatch.setattr(train.time, 'monotonic', lambda: next(clock))
+    train.train(settings(folders, tmp_path, max_steps=100, log_interval=2, eval_interval=100))
+    said = [line for line in capsys.readouterr().out.splitlines() if 'tokens a second' in line]
+    assert 2 < len(said) < 25 and said[0].startswith('update')
+
+
 def test_what_stands_in_the_way_of_a_start(folders, tmp_path):
     config = settings(folders, tmp_path / 'out', max_steps=1, warmup_steps=0)
     with pytest.raises(ConfigError, match='there is no checkpoint .*ckpt.pt'):
         train.train(replace(config, init_from='resume'))
     assert not (tmp_path / 'out').exists()
+    (tmp_path / 'file').touch()
+    with pytest.raises(ConfigError, match='file is no folder'):
+        train.train(replace(config, out_dir=str(tmp_path / 'file')))
     train.train(config)
     with pytest.raises(ConfigError, match='init_from=resume'):
         train.train(config)
@@ -204,6 +240,7 @@ def test_what_stands_in_the_way_of_a_start(folders, tmp_path):
             train.train(replace(config, init_from='resume'))
 
 
+@pytest.mark.fault('a checkpoint with a flipped byte, a part lost or of another run', 'refused, nothing written')
 def test_a_damaged_checkpoint_is_never_used(folders, tmp_path):
     """A flipped byte anywhere in the weights, a missing part, weights of another shape, another dataset."""
     config = settings(folders, tmp_path, max_steps=3)
@@ -216,16 +253,19 @@ def test_a_damaged_checkpoint_is_never_used(folders, tmp_path):
     for part in data:
         at = part.header_offset + 200 + part.file_size // 2
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        trial()
         with pytest.raises(ConfigError, match='checksum'):
             train.train(resumed)
     for name in ('model', 'optimizers', 'step', 'rng', 'best_loss', 'meta'):
         train.save_checkpoint(str(path), {k: v for k, v in found.items() if k != name})
+        trial()
         with pytest.raises(ConfigError, match=f'lacks {name}'):
             train.train(resumed)
     log = (tmp_path / 'log.jsonl').read_bytes()
     wrong = [{'model': {'embed.weight': torch.zeros(3)}}, {'optimizers': []}, {'optimizers': [{}]}, {'rng': torch.ones(3)}]
     for changed in wrong:
         train.save_checkpoint(str(path), found | changed)
+        trial()
         with pytest.raises(ConfigError, match='do(es)? not fit'):
             train.train(resumed)
     assert (tmp_path / 'log.jsonl').read_bytes() == log
@@ -238,6 +278,7 @@ def test_a_damaged_checkpoint_is_never_used(folders, tmp_path):
         train.train(resumed)
 
 
+@pytest.mark.fault('the newest checkpoint is cut', 'the one before is taken, the end is the same bit for bit')
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(folders, tmp_path, capsys):
     """Said once; the resumed run is the uninterrupted one, and the damaged file never takes the place of the good one."""
     config = settings(folders, tmp_path / 'whole', **ARCHITECTURES['t2mlr'] | {'eval_interval': 5})
@@ -249,6 +290,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(folders, tmp_pa
         assert read_checkpoint(out / 'ckpt-previous.pt')['step'] == 15
         data = (out / 'ckpt.pt').read_bytes()
         (out / 'ckpt.pt').write_bytes(data[:at])
+        trial()
         capsys.readouterr()
         assert load_model(find_checkpoint(str(out)))[1]['step'] == 15
         assert capsys.readouterr().err.count('ckpt-previous.pt, is taken') == 1
@@ -287,6 +329,7 @@ def test_checkpoints_by_the_clock(folders, tmp_path, monkeypatch):
     assert saved[-1] == 19 and len(saved) > 3 and max(b - a for a, b in zip(saved, saved[1:], strict=False)) <= 6
 
 
+@pytest.mark.fault('a full disk', 'a warning; older checkpoints are intact')
 def test_a_full_disk_leaves_the_run_going(folders, tmp_path, monkeypatch, capsys):
     """A warning; what was saved before stays as it was; the next checkpoint that fits is written. The last one must fit."""
     config = settings(folders, tmp_path / 'a', eval_interval=5, keep_every=5, keep_best=True)
@@ -308,6 +351,7 @@ def test_a_full_disk_leaves_the_run_going(folders, tmp_path, monkeypatch, capsys
 # Losses and gradients that are not finite
 
 
+@pytest.mark.fault('updates in a row that are not finite', 'code 3, the last good checkpoint stays')
 def test_updates_that_are_not_finite_stop_the_run(folders, tmp_path, capsys):
     """After max_bad_steps in a row: exit code 3, one sentence, and the checkpoint of before; fewer do not stop it."""
     config = settings(folders, tmp_path, max_steps=4, log_interval=100)
@@ -345,6 +389,7 @@ def poisoned(monkeypatch, bad):
 
 
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.fault('an update that is not finite', 'skipped and counted: weights and moments as before')
 def test_a_skipped_update_leaves_no_trace(folders, tmp_path, monkeypatch, capsys, optimizer):
     """An infinite loss, whose own gradient is finite, leaves weights and optimiser as they were; it is counted, said, and
     counted on after a resume; bit for bit, whichever lines are logged."""
@@ -376,6 +421,7 @@ def test_a_skipped_update_leaves_no_trace(folders, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)
+@pytest.mark.fault('a weight that is no number, under debug_nan', 'module and pass are named')
 def test_debug_nan_names_the_module_and_the_pass(folders, tmp_path, capsys, name):
     """A weight that is no number, at random places; a finite model is trained as without, bit for bit."""
     rng = random.Random(name)
@@ -416,6 +462,7 @@ def test_debug_nan_names_a_gradient(folders, tmp_path, monkeypatch, capsys):
     assert 'error: the gradient of blocks.1.mlp.up.weight in update 3 is not finite' in capsys.readouterr().err
 
 
+@pytest.mark.fault('code in a checkpoint', 'refused, not executed')
 def test_a_checkpoint_executes_nothing(tmp_path):
     import pickle
 
@@ -511,6 +558,9 @@ def two_processes(folders, tmp_path_factory):
 
 
 @pytest.mark.parametrize('name', GRID)
+@pytest.mark.fault(
+    'two processes: every schedule, accumulation, parameters without gradient', 'ranks bit-equal, the curve of one process'
+)
 def test_two_processes_equal_one(two_processes, name):
     one, two = two_processes[name]
     np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5, atol=1e-5)
@@ -526,6 +576,7 @@ def test_two_processes_equal_one(two_processes, name):
 
 
 @pytest.mark.parametrize('name', ['transformer', 'lrt interleaved', 't2mlr jacobi', 'task', 'lstm'])
+@pytest.mark.fault('a batch in 1, 2 and 4 micro-batches', 'one curve, to 1e-9')
 def test_micro_batches_equal_one_batch(folders, tmp_path, name):
     """In float64 the curve of losses, of each pass and of the gradient's norm is the same for any split of the batch."""
     curves = []
@@ -539,6 +590,7 @@ def test_micro_batches_equal_one_batch(folders, tmp_path, name):
     np.testing.assert_allclose(curves[2], curves[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.fault('micro-batches of unlike difficulty', 'the mean of the global batch is logged')
 def test_the_logged_loss_is_the_mean_over_the_global_batch(folders, tmp_path):
     """Rows of very different difficulty and very different numbers of scored positions, split over 4 micro-batches."""
     config = settings(folders, tmp_path, 'task', **LRT, schedule='interleaved', batch_size=8, accumulation=4, max_steps=1)
@@ -564,6 +616,7 @@ def launch(n, config, **more):
     )
 
 
+@pytest.mark.fault('compiled and plain, one process and two, in turns', 'the same keys and curve')
 def test_torchrun_compiled_and_plain_exchange_checkpoints(folders, tmp_path):
     """Two compiled processes, then one plain process, then two compiled ones again: the keys never change, and the curve is
     that of one plain process."""
@@ -617,6 +670,7 @@ def test_torchrun_says_a_mistake_once(folders, tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.fault('a model larger than the memory', 'refused before it is built')
 def test_a_model_that_does_not_fit_is_refused_before_it_is_built(folders, tmp_path, monkeypatch):
     """By the memory that is free: weights, gradients and a moment of what is trained; with freeze_base hardly the last two."""
     config = settings(folders, tmp_path / 'out', **ARCHITECTURES['t2mlr'] | {'optimizer': 'adamw'}, max_steps=1)
@@ -636,6 +690,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built(folders, tmp_pa
 # Several runs, several processes, one that dies
 
 
+@pytest.mark.fault('a second run in one out_dir', 'refused while the first lives')
 def test_two_runs_in_one_folder(folders, tmp_path):
     """The second is refused in one sentence while the first lives, whatever it wants; the kernel ends the lock with it."""
     config = settings(folders, tmp_path / 'out', max_steps=10**6, eval_interval=10**6)
@@ -652,6 +707,7 @@ def test_two_runs_in_one_folder(folders, tmp_path):
     train.train(replace(config, max_steps=2, warmup_steps=0, decay_steps=0, init_from='resume'))
 
 
+@pytest.mark.fault('processes with unlike settings, code or data', 'code 2, what differs is named')
 def test_processes_that_do_not_agree(folders, tmp_path, monkeypatch):
     """Each of settings, code and data, in one of two processes: all end with code 2, and one names what differs."""
     config = settings(folders, tmp_path / 'out', max_steps=3, decay_steps=0)
@@ -669,6 +725,7 @@ def test_processes_that_do_not_agree(folders, tmp_path, monkeypatch):
         (config, code, 'process 1 has checksum of the code='),
     ):
         said, codes = two_that_differ(config, other, where)
+        trial()
         assert codes == [2, 2] and said[0].count(says) == 1 and 'error' not in said[1], said
     assert not (tmp_path / 'out' / 'log.jsonl').exists()
 
@@ -709,6 +766,7 @@ def running(pids, parent=None):
 
 @pytest.mark.skipif(not Path('/proc').is_dir(), reason='reads /proc')
 @pytest.mark.parametrize('dies', ['first', 'last', 'torchrun'])
+@pytest.mark.fault('a process, or torchrun itself, is killed', 'all end within a minute, the checkpoint goes on')
 def test_a_dead_process_ends_the_run(folders, tmp_path, dies):
     """Within a minute, without orphans, with at most one message of ours; what was saved can be continued."""
     config = settings(folders, tmp_path / 'out', max_steps=10**6, eval_interval=10**6, keep_every=10, decay_steps=0)
@@ -735,6 +793,7 @@ def test_a_dead_process_ends_the_run(folders, tmp_path, dies):
 
 @pytest.mark.skipif(not Path('/proc').is_dir(), reason='reads /proc')
 @pytest.mark.parametrize('dies', ['process', 'node'])
+@pytest.mark.fault('a process or a whole node of two is killed', 'restarted: the curve of one process')
 def test_two_nodes_go_on_when_one_dies(folders, tmp_path, dies):
     """Two agents of torchrun, two processes each. A process that is killed is started again by its agent, and an agent that is
     killed by whoever watches over it; the run goes on from its checkpoint, and its curve is that of one process."""
@@ -776,6 +835,7 @@ def test_two_nodes_go_on_when_one_dies(folders, tmp_path, dies):
 
 @pytest.mark.skipif(not Path('/proc').is_dir(), reason='reads /proc')
 @pytest.mark.parametrize('wait', [0.0, 0.3])
+@pytest.mark.fault('Ctrl-C while torch loads', 'one line, code 130')
 def test_an_interruption_during_the_imports_is_one_line(folders, tmp_path, wait):
     """Ctrl-C when torch begins to load, and some time after: code 130 and one line, never a traceback."""
     config = settings(folders, tmp_path / 'out', max_steps=10**6)
@@ -788,6 +848,7 @@ def test_an_interruption_during_the_imports_is_one_line(folders, tmp_path, wait)
     assert process.returncode == 130 and said.count('interrupted') == 1 and 'Traceback' not in said, said
 
 
+@pytest.mark.fault('Jacobi passes that diverge', 'said once')
 def test_passes_that_do_not_settle_are_said_once(folders, tmp_path, monkeypatch, capsys):
     """When the last pass moves the span more than the first, in 5 lines of the log in a row; not for fewer, nor otherwise."""
     config = settings(folders, tmp_path / 'quiet', **T2MLR, schedule='jacobi', d_forward=4, d_backward=2)
@@ -824,6 +885,7 @@ def rates(**changed):
 @pytest.mark.parametrize('decay_steps', [0, 60, 100])
 @pytest.mark.parametrize('warmup', [0, 1, 10, 59, 60, 100])
 @pytest.mark.parametrize('warmdown', [0.0, 0.4, 1.0])
+@pytest.mark.fault('warm-up and decay of any length, 0 and all included', 'a finite, continuous rate')
 def test_the_learning_rate_is_finite_and_continuous(kind, decay_steps, warmup, warmdown):
     if warmup > (decay_steps or 100):
         with pytest.raises(ConfigError, match=f'warmup_steps={warmup}'):
@@ -853,6 +915,7 @@ def test_one_update_may_be_all(folders, tmp_path):
 
 
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.fault('the first update under warm-up', 'it moves every group at its rate')
 def test_the_first_update_moves_every_group_at_its_rate(folders, tmp_path, optimizer):
     """Warm-up 100: the first rate is peak / 100 and not 0; the recurrence has its multiple of it."""
     seen = []
@@ -893,6 +956,7 @@ def described(path):
 
 @pytest.mark.parametrize('path', all_configs(), ids=lambda p: p.stem)
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.fault('parameter groups of every config', 'each parameter once, tables and gates under AdamW')
 def test_every_trainable_parameter_is_in_exactly_one_group(path, optimizer):
     config = replace(described(path), optimizer=optimizer)
     check_groups(config)
@@ -902,6 +966,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group(path, optimizer):
 @pytest.mark.parametrize('freeze', [False, True])
 @pytest.mark.parametrize('family', ['nanochat', 'llama'])
 @pytest.mark.parametrize('recurrence', [T2MLR, LRT | {'memory_projection': 'layerwise'}])
+@pytest.mark.fault('parameter groups of every config', 'each parameter once, tables and gates under AdamW')
 def test_groups_of_every_kind_of_parameter(optimizer, freeze, family, recurrence):
     config = TrainConfig(
         **recurrence, vocab_size=64, n_layer=3, n_embd=32, family=family, value_embeddings='all', optimizer=optimizer
@@ -988,6 +1053,7 @@ def test_batches_are_a_pure_function(folders):
     assert mask is None and x[0].tolist() == stream[:24].tolist() and y[1].tolist() == stream[-24:].tolist()
 
 
+@pytest.mark.fault('many updates with evaluations, samples and checkpoints', 'memory does not grow')
 def test_memory_does_not_grow(folders, capsys):
     """A short form of runs/soak.sh: updates, evaluations, checkpoints and samples in one process."""
     soak.main(['--updates=240', '--interval=15', f'--data_dir={folders}/text'])
@@ -1022,6 +1088,7 @@ def copied(source, target):
     return Path(shutil.copytree(source, target))
 
 
+@pytest.mark.fault('damaged metadata', 'one sentence, nothing written')
 def test_damaged_metadata_is_one_sentence(folders, tmp_path):
     """Every key of meta.json that training reads, missing or of a wrong kind; and files that are no JSON object."""
     for kind in ('text', 'task'):
@@ -1036,6 +1103,7 @@ def test_damaged_metadata_is_one_sentence(folders, tmp_path):
         for case in cases:
             folder = copied(folders / kind, tmp_path / 'data')
             (folder / 'meta.json').write_text(case)
+            trial()
             try:
                 train.train(replace(config, data_dir=str(folder)))
             except ConfigError as e:
@@ -1044,6 +1112,7 @@ def test_damaged_metadata_is_one_sentence(folders, tmp_path):
                 pytest.fail(f'accepted: {case[:300]}')
 
 
+@pytest.mark.fault('cut, missing or foreign data files', 'one sentence, nothing written')
 def test_damaged_data_is_one_sentence(folders, tmp_path):
     """Cut, empty, missing and of another type; ids outside the vocabulary end the run when they are met."""
     for kind, suffix in (('text', 'bin'), ('task', 'npz')):
@@ -1057,6 +1126,7 @@ def test_damaged_data_is_one_sentence(folders, tmp_path):
                 (folder / f'{split}.{suffix}').unlink()
                 if content is not None:
                     (folder / f'{split}.{suffix}').write_bytes(content)
+                trial()
                 with pytest.raises(ConfigError, match=f'{split}.{suffix} cannot be read'):
                     train.train(replace(config, data_dir=str(folder)))
                 assert not (tmp_path / 'out').exists()
@@ -1075,6 +1145,7 @@ def test_damaged_data_is_one_sentence(folders, tmp_path):
         value = arrays[name].astype(str) if isinstance(value, str) else value
         arrays = {k: v for k, v in (arrays | {name: value}).items() if v is not None}
         np.savez(folder / 'train.npz', **arrays)
+        trial()
         with pytest.raises(ConfigError, match='train.npz cannot be read'):
             train.train(replace(config, data_dir=str(folder)))
 
@@ -1093,6 +1164,7 @@ class FakeRun:
 
 
 @pytest.mark.parametrize('fault', ['none', 'absent', 'init', 'log'])
+@pytest.mark.fault('wandb absent, refusing to start or failing later', 'one warning, the log is complete')
 def test_a_failing_tracker_never_stops_a_run(folders, tmp_path, monkeypatch, capsys, fault):
     run = FakeRun(5 if fault == 'log' else None)
     fake, opened = types.ModuleType('wandb'), []

@@ -1,0 +1,39 @@
+"""`python -m pytest -m fault` runs the tests of faults alone, and ends with a table: each fault, its trials, its failures."""
+
+import os
+from collections import Counter, defaultdict
+
+import pytest
+
+TRIALS = Counter()
+
+
+def trial():
+    """Counts one trial of the test that runs; a test that never calls this is one trial."""
+    TRIALS[os.environ['PYTEST_CURRENT_TEST'].rpartition(' ')[0]] += 1
+
+
+def pytest_configure(config):
+    config.addinivalue_line('markers', 'fault(what, outcome): what may go wrong in a run, and what then holds')
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    marker = item.get_closest_marker('fault')
+    report.fault = marker and marker.args
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.markexpr != 'fault':
+        return
+    trials, failed = Counter(), defaultdict(int)
+    for outcome in ('passed', 'failed', 'error'):
+        for report in terminalreporter.getreports(outcome):
+            if report.fault and (report.when == 'call' or outcome == 'error'):
+                trials[report.fault] += TRIALS[report.nodeid] or 1
+                failed[report.fault] += outcome != 'passed'
+    print('\n\n| fault | what holds | trials | failed |\n| --- | --- | ---: | ---: |')
+    for (what, holds), n in trials.items():
+        print(f'| {what} | {holds} | {n:,} | {failed[what, holds]} |')
+    print(f'| all | | {trials.total():,} | {sum(failed.values())} |')
