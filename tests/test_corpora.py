@@ -226,7 +226,7 @@ def test_tokenizers_that_cannot_be_used_are_one_sentence(tmp_path, capsys, monke
         with monkeypatch.context() as patch:
             patch.setattr(tiktoken, 'get_encoding', lambda name: 1 / 0)
             load_tokenizer.cache_clear()
-            refuse(capsys, 'could not be loaded (ZeroDivisionError)', tokenizer='gpt2', **settings)
+            refuse(capsys, 'could not be loaded (ZeroDivisionError', tokenizer='gpt2', **settings)
         assert not (tmp_path / 'd').exists()
 
 
@@ -384,7 +384,7 @@ def test_a_limit_takes_the_documents_that_fit(tmp_path, monkeypatch):
     found = documents_of(tmp_path / 'd', 'train') + documents_of(tmp_path / 'd', 'val')
     assert sorted(found) == sorted(documents[: len(found)])
     assert sum(len(d) + 1 for d in found) <= 20_000 < sum(len(d) + 1 for d in documents[: len(found) + 1])
-    for after in (1, 3, 7, 8):
+    for after in (1, 3, 6, 7):
         interrupted(monkeypatch, after, out=tmp_path / f'd{after}', limit_tokens=20_000, **settings)
         make('fineweb_edu', out=tmp_path / f'd{after}', limit_tokens=20_000, **settings | {'workers': 2 if after == 3 else 1})
         assert shard_bytes(tmp_path / f'd{after}') == shard_bytes(tmp_path / 'd')
