@@ -623,11 +623,11 @@ def tokenise_all(work, workers, *shared):
 
 
 class Shards:
-    """The files of one split, STEM-00000.bin and so on, of `size` tokens each; `entries` [{'tokens', 'sha256'}] says what they
+    """The files of one split, NAME-00000.bin and so on, of `size` tokens each; `entries` [{'tokens', 'sha256'}] says what they
     hold, also after append(). What an interrupted run has written beyond is cut off; ConfigError where they are damaged."""
 
-    def __init__(self, stem, size, dtype, entries):
-        self.stem, self.size, self.entries, self.digest = stem, size, entries, None
+    def __init__(self, folder, name, size, dtype, entries):
+        self.folder, self.name, self.size, self.entries, self.digest = Path(folder), name, size, entries, None
         for i, shard in enumerate(entries):
             with explaining(f'{self.path(i)}, part of unfinished work, is missing or damaged', '--overwrite=True starts over'):
                 os.truncate(self.path(i), shard['tokens'] * dtype.itemsize)
@@ -635,11 +635,11 @@ class Shards:
                     self.digest = hashlib.file_digest(f, 'sha256')
                 if self.digest.hexdigest() != shard['sha256']:
                     raise ValueError('its bytes have changed')
-        for path in {*glob.glob(glob.escape(stem) + '-*.bin')} - {*map(self.path, range(len(entries)))}:
-            os.remove(path)
+        for path in {*self.folder.glob(f'{name}-*.bin')} - {*map(self.path, range(len(entries)))}:
+            path.unlink()
 
     def path(self, i):
-        return f'{self.stem}-{i:05}.bin'
+        return self.folder / f'{self.name}-{i:05}.bin'
 
     def append(self, tokens):
         """`tokens` are on the disk, and among the entries, from now on."""
@@ -671,7 +671,7 @@ def check_space(config, files, itemsize, there):
         raise ConfigError(f'{why}; choose another disk, or --limit_tokens={int((free + there) / itemsize * 0.9)}.')
 
 
-def begin(config, path, wanted):
+def resume(config, path, wanted):
     """What unfinished.json at `path` records, or the same of no work; None where the dataset is finished. ConfigError unless
     the work can go on from there."""
     identity = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
@@ -702,7 +702,7 @@ def make_fineweb_edu(_, config):
     about = source_names(config.source, f'HuggingFaceFW/fineweb-edu sample-{config.subset}')
     wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config, 'workers')} | meta
     path = os.path.join(config.out, 'unfinished.json')
-    if not (state := begin(config, path, wanted)):
+    if not (state := resume(config, path, wanted)):
         return
     files, documents, dtype = state['files'], state['documents'], np.dtype(meta['dtype'])
     total = sum(shard['tokens'] for entries in state['shards'].values() for shard in entries)
@@ -712,7 +712,7 @@ def make_fineweb_edu(_, config):
         print(f'{config.out} holds {total:,} tokens of this already; going on from there.')
     else:
         clear(config.out)
-    shards = {name: Shards(f'{config.out}/{name}', config.shard_tokens, dtype, of) for name, of in state['shards'].items()}
+    shards = {name: Shards(config.out, name, config.shard_tokens, dtype, of) for name, of in state['shards'].items()}
     unwritten, written, limit = {name: [] for name in shards}, total, config.limit_tokens or math.inf
     workers = config.workers or os.cpu_count() or 1
     work = tokenise_all(batches(files, state['position']), workers, meta, config.val_fraction)
@@ -1238,33 +1238,28 @@ def read_rows(path):
     return rows
 
 
-def split_named(name):
-    """The split of a file or of a part of a hub's dataset, by the words in its name; one with none of them is train."""
-    words = re.split(r'[^a-z]+', name.lower())
-    return 'test' if 'test' in words else 'val' if {'val', 'valid', 'validation', 'dev'} & {*words} else 'train'
-
-
-def read_source(source):
-    """{'train' | 'val' | 'test': [(where, row)]} of a file or of the data files in a folder, told apart by their names."""
-    found, source = {}, os.path.expanduser(source)
-    paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
-    paths = [p for p in paths if p.endswith(('.jsonl', '.json', '.parquet')) and os.path.isfile(p)]
-    if not paths:
-        raise ConfigError(f'source={source} is not there, or holds no jsonl, json or parquet file; name one, or its folder.')
-    for path in paths:
-        rows = [(f'{path}, example {number}', row) for number, row in enumerate(read_rows(path), start=1)]
-        if not rows:
-            raise ConfigError(f'{path} is empty; leave it out of the source.')
-        found.setdefault(split_named(os.path.basename(path)), []).extend(rows)
+def read_splits(task, source):
+    """{'train' | 'val' | 'test': [(where, row)]} of a file, of the data files in a folder, or of the hub, told apart by the
+    words in their names; one without such a word is train."""
+    if source:
+        source = os.path.expanduser(source)
+        paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
+        paths = [p for p in paths if p.endswith(('.jsonl', '.json', '.parquet')) and os.path.isfile(p)]
+        if not paths:
+            raise ConfigError(f'source={source} is not there, or holds no jsonl, json or parquet file; name one that does.')
+        parts = {path: read_rows(path) for path in paths}
+    else:
+        path, options = HUB[task]
+        with explaining(f'{task} could not be loaded from the hub', 'try again with a network, or name local files by source'):
+            parts = {f'{task}, {name}': rows for name, rows in extra('datasets').load_dataset(path, **options).items()}
+    found = {}
+    for name, rows in parts.items():
+        if not len(rows):
+            raise ConfigError(f'{name} is empty; leave it out of the source.')
+        words = {*re.split(r'[^a-z]+', os.path.basename(name).lower())}
+        split = 'test' if 'test' in words else 'val' if words & {'val', 'valid', 'validation', 'dev'} else 'train'
+        found.setdefault(split, []).extend((f'{name}, example {i}', row) for i, row in enumerate(rows, start=1))
     return found
-
-
-def read_hub(task):
-    """As read_source, from the hub."""
-    path, options = HUB[task]
-    with explaining(f'{task} could not be loaded from the hub', 'try again with a network, or name local files by source'):
-        found = extra('datasets').load_dataset(path, **options)
-    return {split_named(name): [(f'{task}, {name} {i}', row) for i, row in enumerate(of, 1)] for name, of in found.items()}
 
 
 def question_example(task, row):
@@ -1310,7 +1305,7 @@ def read_questions(task, config):
     out of an earlier one, in the order train, val, test.
     """
     examples = {}
-    for split, rows in (read_source(config.source) if config.source else read_hub(task)).items():
+    for split, rows in read_splits(task, config.source).items():
         examples[split] = []
         for where, row in rows:
             with explaining(f'{where} is not of the form of {task}', 'name a source that is'):

@@ -338,6 +338,7 @@ def test_unfinished_work_is_checked_before_it_goes_on(tmp_path, monkeypatch, cap
     settings = {'source': tmp_path / 's', 'tokenizer': 'bytes', 'workers': 1, 'shard_tokens': 10_000, 'val_fraction': 0.2}
     make('fineweb_edu', out=tmp_path / 'whole', **settings)
     settings['out'] = out
+    (tmp_path / 'x').mkdir()
     interrupted(monkeypatch, 4, **settings)
     state, shard = (out / 'unfinished.json').read_text(), out / 'train-00000.bin'
     refuse(capsys, 'other settings', **settings | {'val_fraction': 0.3})
@@ -361,7 +362,7 @@ def test_unfinished_work_is_checked_before_it_goes_on(tmp_path, monkeypatch, cap
     with sorted(out.glob('train-*.bin'))[-1].open('ab') as f:
         f.write(b'half a row')
     (out / 'train-00099.bin').write_bytes(b'begun')
-    make('fineweb_edu', **settings | {'workers': 2})
+    make('fineweb_edu', **settings | {'workers': 2, 'out': f'{tmp_path}/x/..//d//'})  # the same folder
     assert shard_bytes(out) == shard_bytes(tmp_path / 'whole')
 
     (out / 'unfinished.json').write_text(state)  # killed between the last two steps
