@@ -22,7 +22,7 @@ import importlib
 import itertools
 import json
 import math
-import multiprocessing.connection
+import multiprocessing
 import os
 import platform
 import random
@@ -53,6 +53,7 @@ PIECES = re.compile(r'(train|val|test)(-\d{5,})?\.(bin|npz|jsonl)|(meta|unfinish
 BREAK = '\ud800'  # half of a surrogate pair, which no text holds
 PIECE_LENGTH = 2**20  # bytes of text handed to a process at once
 ENCODED_AT_ONCE = 2**17  # characters; on longer runs of one kind tiktoken is slow, and at a million spaces it gives up
+SHARE = 1e-9, 0.999999  # a split that takes a part, and leaves one
 STDLIB_LEAVES_OUT = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}  # installed packages and tests
 
 
@@ -98,23 +99,18 @@ def load_tokenizer(name, text=None):
         if name not in tiktoken.list_encoding_names():
             known = nearest(name, ['bytes', *tiktoken.list_encoding_names()])
             raise ConfigError(f'tokenizer={name} is neither known to tiktoken nor the path of a tokenizer.json; {known}')
-        try:
+        with explaining(f'tokenizer={name} could not be loaded', 'its first use needs the network'):
             encoding = tiktoken.get_encoding(name)
-        except Exception as e:  # whatever its download raises
-            said = type(e).__name__
-            raise ConfigError(f'tokenizer={name} could not be loaded ({said}); its first use needs the network.') from None
         pieces = [b''] * encoding.n_vocab  # of specials, and of the gaps that some vocabularies have
         for piece in encoding.token_byte_values():
             pieces[encoding.encode_single_token(piece)] = piece
         return encoding.encode_ordinary, pieces, encoding.eot_token
 
     with explaining(f'{name} is not a tokenizer.json that can be used', 'take another, or --tokenizer=bytes'):
-        whole = json.loads(text, object_hook=without_prefix)
+        whole = json.loads(text, object_hook=without_prefix) | {'truncation': None, 'padding': None}
         tokenizer = extra('tokenizers').Tokenizer.from_str(json.dumps(whole))
         byte_level = '"ByteLevel"' in json.dumps(whole['decoder'])
     tokenizer.encode_special_tokens = True  # as ordinary text, that is
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     # GPT-2 writes the visible bytes as themselves and the others as the characters from 256 on.
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     of_char = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(sorted(set(range(256)) - set(visible)))}
@@ -197,11 +193,10 @@ def tokens_of(meta, content, opens=True):
     text = content.decode()
     for start in range(0, len(text), ENCODED_AT_ONCE):
         piece = text[start : start + ENCODED_AT_ONCE]
-        parts.append(np.array(ids := encode(meta, piece), meta['dtype']))
+        ids = encode(meta, piece)
         if decode(meta, ids) != piece.encode():
-            raise ConfigError(
-                f'the tokenizer loses a part of the text {piece[:40]!r}; take one of bytes, like --tokenizer=gpt2.'
-            )
+            raise ConfigError(f'the tokenizer loses a part of the text {piece[:40]!r}; take one of bytes, such as gpt2.')
+        parts.append(np.array(ids, meta['dtype']))
     return np.concatenate(parts)
 
 
@@ -299,11 +294,6 @@ def chat_tokens(meta, messages):
 # Folders
 
 
-def check_fraction(value):
-    if not 0 < value < 1:
-        raise ConfigError(f'val_fraction={value:g} is not between 0 and 1; write it like val_fraction=0.05.')
-
-
 def file_sha256(path):
     with open(path, 'rb') as f:
         return hashlib.file_digest(f, 'sha256').hexdigest()
@@ -314,9 +304,9 @@ def settings_of(config, *left_out):
     return {name: value for name, value in asdict(config).items() if name not in ('out', 'overwrite', *left_out)}
 
 
-def source_names(source):
-    """What meta.json says of the sources: names without the folders of one machine."""
-    return ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in source.split(',') if s.strip())
+def source_names(source, default):
+    """What meta.json says of the sources: names without the folders of one machine; `default` where none is named."""
+    return ', '.join(os.path.basename(os.path.normpath(s.strip())) for s in source.split(',') if s.strip()) or default
 
 
 def smallest(digests, fraction):
@@ -342,8 +332,7 @@ def is_ready(out, overwrite, wanted):
         ending = 'bin' if meta['kind'] == 'text' else 'npz'
         files = {f'{name}.jsonl': digest for name, digest in meta.get('jsonl_sha256', {}).items()}
         for split, about in meta['splits'].items():
-            parts = shard_names(split, about['shards']) if 'shards' in about else [(split, about)]
-            files |= {f'{name}.{ending}': part['sha256'] for name, part in parts}
+            files |= {f'{name}.{ending}': part['sha256'] for name, part in shard_names(split, about)}
         if damaged := [name for name, digest in files.items() if file_sha256(os.path.join(out, name)) != digest]:
             raise ValueError(f'{damaged[0]} has changed')
     print(f'{out} already holds this dataset; --overwrite=True makes it again.')
@@ -392,9 +381,9 @@ def announce(out, meta):
     print(f'wrote {out}')
 
 
-def shard_names(split, shards):
-    """[(file name without its ending, entry)] of the entries `shards`; the names are never read from a file."""
-    return [(f'{split}-{i:05}', shard) for i, shard in enumerate(shards)]
+def shard_names(split, about):
+    """[(file name without its ending, entry)] of the files of a split, by its entry in meta.json; names are never read."""
+    return [(f'{split}-{i:05}', shard) for i, shard in enumerate(about['shards'])] if 'shards' in about else [(split, about)]
 
 
 def work_folder(out):
@@ -413,12 +402,11 @@ class TextConfig:
     source: str = key('', "files, folders or patterns joined by commas; empty: the Python standard library's source")
     extensions: str = key('', 'of the files taken from folders, joined by commas; empty: all (of the standard library .py)')
     tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
-    val_fraction: float = key(0.05, 'share of the documents that goes to val')
+    val_fraction: float = key(0.05, 'share of the documents that goes to val', bounds=SHARE)
     out: str = key('data/stdlib', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds')
 
     def check(self):
-        check_fraction(self.val_fraction)
         if not self.out:
             raise ConfigError("out='' names no folder; write it like out=data/stdlib.")
 
@@ -431,25 +419,23 @@ def find_files(config):
     Raises ConfigError for a source that is not there.
     """
     stdlib, out = not config.source, os.path.abspath(config.out)
+    folders, hidden = (STDLIB_LEAVES_OUT, ('.', '_sysconfigdata')) if stdlib else ((), '.')
     endings = tuple('.' + e.strip().lstrip('.') for e in (config.extensions or '.py' * stdlib).split(',') if e.strip())
     found = {}  # absolute path -> what to sort by; a file reached twice is one document
     for source in [sysconfig.get_path('stdlib')] if stdlib else filter(None, map(str.strip, config.source.split(','))):
         source = os.path.expanduser(source)
         matches = [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
         if not matches:
-            folder, name = os.path.split(source)
-            close = difflib.get_close_matches(name, os.listdir(folder or '.') if os.path.isdir(folder or '.') else [], n=1)
-            hint = f'did you mean {os.path.join(folder, close[0])}?' if close else 'name a file, a folder or a pattern.'
+            path = Path(source)
+            close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob('*')], n=1)
+            hint = f'did you mean {path.parent / close[0]}?' if close else 'name a file, a folder or a pattern.'
             raise ConfigError(f'source={source} matches no file; {hint}')
         for root in matches:
             if os.path.isfile(root):
                 found.setdefault(os.path.abspath(root), os.path.basename(root))
             for folder, below, names in os.walk(root):
-                below[:] = [b for b in below if b[0] != '.' and os.path.abspath(os.path.join(folder, b)) != out]
-                if stdlib:
-                    below[:] = set(below) - STDLIB_LEAVES_OUT
-                    names = [name for name in names if not name.startswith('_sysconfigdata')]
-                for path in (os.path.join(folder, name) for name in names if name[0] != '.' and name.endswith(endings or '')):
+                below[:] = [b for b in below if b[0] != '.' and b not in folders and os.path.abspath(f'{folder}/{b}') != out]
+                for path in (os.path.join(folder, n) for n in names if not n.startswith(hidden) and n.endswith(endings or '')):
                     if os.path.isfile(path):
                         found.setdefault(os.path.abspath(path), os.path.relpath(path, root))
     return sorted(found, key=found.get)  # a stable sort: equal names stay in the order of the sources
@@ -461,7 +447,7 @@ def make_text(_, config):
     The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So a split
     depends on the set of documents alone, and copies of one document never end up on both sides. Memory: the largest file.
     """
-    about = source_names(config.source) if config.source else f'Python standard library {platform.python_version()}'
+    about = source_names(config.source, f'Python standard library {platform.python_version()}')
     wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config)} | tokenizer_meta(config.tokenizer)
     if is_ready(config.out, config.overwrite, wanted):
         return
@@ -475,7 +461,8 @@ def make_text(_, config):
             binary.append(path)
             continue
         empty += not content
-        documents |= {path: hashlib.sha256(content).digest()} if content else {}
+        if content:
+            documents[path] = hashlib.sha256(content).digest()
     if binary or empty:
         names = ', '.join(os.path.basename(p) for p in binary[:3]) + (', ...' if len(binary) > 3 else '')
         print(f'skipped {len(binary)} files that are not UTF-8 text{names and f" ({names})"} and {empty} empty files')
@@ -511,7 +498,7 @@ class FineWebEduConfig:
     workers: int = key(0, 'processes that tokenise; 0: one a core', bounds=(0, 1024))
     shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest', bounds=(1000, 2**33))
     limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all', bounds=(0, 2**62))
-    val_fraction: float = key(0.001, 'share of the documents that goes to val, by their sha256')
+    val_fraction: float = key(0.001, 'share of the documents that goes to val, by their sha256', bounds=SHARE)
     out: str = key('data/fineweb_edu', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds, unfinished work too')
 
@@ -530,8 +517,8 @@ def list_corpus(config):
     files = find_files(TextConfig(source=config.source, extensions='parquet,jsonl,txt,py', out=config.out))
     for path in files:
         if path.endswith('.py'):
-            why = f'source={config.source} holds the script {os.path.basename(path)}, and no code of a dataset is run'
-            raise ConfigError(f'{why}; name its data, like --source={os.path.dirname(path)}/*.parquet.')
+            data = os.path.join(os.path.dirname(path), '*.parquet')
+            raise ConfigError(f'{path} is a script, and no code of a dataset is run; name its data, like --source={data}.')
         if not path.endswith(('.parquet', '.jsonl', '.txt')):
             raise ConfigError(f'{path} is no parquet, jsonl or txt file; convert it to one of them.')
         if not os.path.getsize(path):
@@ -555,28 +542,25 @@ def read_corpus(path, skip):
             f.seek(0)
             if path.endswith('.parquet'):
                 table = extra('pyarrow.parquet').ParquetFile(f)
-                size = table.metadata.num_rows
-                ends = np.cumsum([table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)])
-                group = np.searchsorted(ends, skip, 'right')  # the first that is not read to its end
-                rows = (  # of one group at a time; asked for together, all would stay in memory
+                starts = np.cumsum([0, *(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))])
+                group = np.searchsorted(starts, skip, 'right') - 1  # where to begin
+                contents = (  # of one group at a time; asked for together, all would stay in memory
                     row.as_py() or b''
-                    for i in range(group, len(ends))
+                    for i in range(group, table.num_row_groups)
                     for batch in table.iter_batches(256, [i], ['text'])
                     for row in batch['text'].cast('large_binary')
                 )
-                contents = itertools.islice(rows, skip - (ends[group - 1] if group else 0), None)
+                skip -= starts[group]
             elif path.endswith('.jsonl'):
-                lines = itertools.islice(f, skip, None)
+                lines, skip = itertools.islice(f, skip, None), 0
                 contents = (json.loads(line)['text'].encode() if line.strip() else b'' for line in lines)
             else:
                 digest, decoder = bytes.fromhex(file_sha256(path)), codecs.getincrementaldecoder('utf-8')()
                 blocks = iter(lambda: f.read(PIECE_LENGTH), b'')
                 contents = (decoder.decode(block, final=f.tell() == size).encode() for block in blocks)
-                contents = itertools.islice(contents, skip, None)
-            for content in contents:
+            for content in itertools.islice(contents, skip, None):
                 content.decode()
-                share = (number if path.endswith('.parquet') else f.tell()) / size
-                yield digest or hashlib.sha256(content).digest(), not digest or number == 0, content, share
+                yield digest or hashlib.sha256(content).digest(), not digest or number == 0, content, f.tell() / size
                 number += 1
     except (ConfigError, MemoryError):
         raise
@@ -607,18 +591,17 @@ def start_worker(meta, val_fraction):
     WORKER.update(meta=meta, val_fraction=val_fraction)
     if parent := multiprocessing.parent_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides
-        orphaned = functools.partial(multiprocessing.connection.wait, [parent.sentinel])
-        threading.Thread(target=lambda: (orphaned(), os._exit(1)), daemon=True).start()
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def tokenise(entries):
-    """(tokens of all entries in a row, tokens of each, whether it opens a document, whether it belongs to val) as arrays."""
-    kept = [entry for entry in entries if entry[2]]
-    tokens = [tokens_of(WORKER['meta'], content, opens) for _, opens, content in kept]
-    in_val = [int.from_bytes(digest[:8], 'big') < WORKER['val_fraction'] * 2**64 for digest, _, _ in kept]
-    lengths, opens = [len(t) for t in tokens], [opens for _, opens, _ in kept]
-    joined = np.concatenate([np.empty(0, WORKER['meta']['dtype']), *tokens])
-    return joined, np.array(lengths, np.int64), np.array(opens, bool), np.array(in_val, bool)
+    """[(tokens, whether they open a document, the split it belongs to)] of the entries that are not empty."""
+    below = WORKER['val_fraction'] * 2**64
+    return [
+        (tokens_of(WORKER['meta'], content, opens), opens, 'val' if int.from_bytes(digest[:8], 'big') < below else 'train')
+        for digest, opens, content in entries
+        if content
+    ]
 
 
 def tokenise_all(work, workers, *shared):
@@ -627,61 +610,50 @@ def tokenise_all(work, workers, *shared):
         start_worker(*shared)
         yield from ((position, share, tokenise(entries)) for position, share, entries in work)
         return
-    context, waiting = multiprocessing.get_context('spawn'), deque()
     try:
-        with ProcessPoolExecutor(workers, context, start_worker, shared) as pool:
-            for batch in itertools.chain(work, itertools.repeat(None)):
-                if batch:
-                    waiting.append((*batch[:2], pool.submit(tokenise, batch[2])))
-                elif not waiting:
-                    return
-                if not batch or len(waiting) > 3 * workers:  # so many that one long document does not hold up the others
-                    position, share, future = waiting.popleft()
-                    yield position, share, future.result()
+        with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), start_worker, shared) as pool:
+            begun = ((position, share, pool.submit(tokenise, entries)) for position, share, entries in work)
+            waiting = deque(itertools.islice(begun, 3 * workers))  # that one long document does not hold up the others
+            while waiting:
+                position, share, future = waiting.popleft()
+                yield position, share, future.result()
+                waiting.extend(itertools.islice(begun, 1))
     except BrokenProcessPool:
         raise ConfigError('a process was killed, perhaps for its memory; start again with fewer --workers.') from None
 
 
 class Shards:
-    """The files of one split, NAME-00000.bin and so on, of `size` tokens each, written behind `done`, the entries of an earlier
-    commit(). What an interrupted run has written beyond them is cut off. Raises ConfigError when they are damaged."""
+    """The files of one split, NAME-00000.bin and so on, of `size` tokens each; `entries` [{'tokens', 'sha256'}] says what they
+    hold, also after append(). What an interrupted run has written beyond is cut off; ConfigError where they are damaged."""
 
-    def __init__(self, folder, name, size, done):
-        self.stem, self.size, self.entries, self.digest = os.path.join(folder, name), size, done, None
-        for i, shard in enumerate(done):
+    def __init__(self, folder, name, size, dtype, entries):
+        self.folder, self.name, self.size, self.entries, self.digest = Path(folder), name, size, entries, None
+        for i, shard in enumerate(entries):
             with explaining(f'{self.path(i)}, part of unfinished work, is missing or damaged', '--overwrite=True starts over'):
-                os.truncate(self.path(i), shard['bytes'])
+                os.truncate(self.path(i), shard['tokens'] * dtype.itemsize)
                 with open(self.path(i), 'rb') as f:
                     self.digest = hashlib.file_digest(f, 'sha256')
                 if self.digest.hexdigest() != shard['sha256']:
                     raise ValueError('its bytes have changed')
-        for path in {*glob.glob(glob.escape(self.stem) + '-*.bin')} - {*map(self.path, range(len(done)))}:
-            os.remove(path)
+        for path in {*self.folder.glob(f'{name}-*.bin')} - {*map(self.path, range(len(entries)))}:
+            path.unlink()
 
     def path(self, i):
-        return f'{self.stem}-{i:05}.bin'
+        return self.folder / f'{self.name}-{i:05}.bin'
 
     def append(self, tokens):
+        """`tokens` are on the disk, and among the entries, from now on."""
         while len(tokens):
             if not self.entries or self.entries[-1]['tokens'] == self.size:
-                self.commit()
-                self.entries.append({'tokens': 0, 'bytes': 0})
+                self.entries.append({'tokens': 0})
                 self.digest = hashlib.sha256()
-            entry = self.entries[-1]
-            part, tokens = np.split(tokens, [self.size - entry['tokens']])
+            part, tokens = np.split(tokens, [self.size - self.entries[-1]['tokens']])
             with open(self.path(len(self.entries) - 1), 'ab') as f:
                 f.write(part)
-            self.digest.update(part)
-            entry['tokens'] += len(part)
-            entry['bytes'] += part.nbytes
-
-    def commit(self):
-        """Entries [{'tokens', 'bytes', 'sha256'}] of all that was appended, which is on the disk from now on."""
-        if self.entries:
-            with open(self.path(len(self.entries) - 1), 'ab') as f:
+                f.flush()
                 os.fsync(f.fileno())
-            self.entries[-1]['sha256'] = self.digest.hexdigest()
-        return self.entries
+            self.digest.update(part)
+            self.entries[-1] = {'tokens': self.entries[-1]['tokens'] + len(part), 'sha256': self.digest.hexdigest()}
 
 
 def check_space(config, files, itemsize, there):
@@ -699,17 +671,23 @@ def check_space(config, files, itemsize, there):
         raise ConfigError(f'{why}; choose another disk, or --limit_tokens={int((free + there) / itemsize * 0.9)}.')
 
 
-def read_unfinished(config, path, identity):
-    """What unfinished.json at `path` records, or None where there is none; ConfigError unless the work can go on from there."""
-    if not os.path.exists(path):
-        return None
+def resume(config, path, wanted):
+    """What unfinished.json at `path` records, or the same of no work; None where the dataset is finished. ConfigError unless
+    the work can go on from there."""
+    identity = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
+    if os.path.exists(path) and os.path.exists(os.path.join(config.out, 'meta.json')):  # killed at its very last step
+        os.remove(path)
+    if config.overwrite or not os.path.exists(path):
+        if is_ready(config.out, config.overwrite, wanted):
+            return None
+        nothing = {'documents': {'train': 0, 'val': 0}, 'shards': {'train': [], 'val': []}}
+        return {'identity': identity, 'files': list_corpus(config), 'position': [0, 0]} | nothing
     with explaining(f'{path} cannot be read', '--overwrite=True starts over'):
         state = json.loads(Path(path).read_text('utf-8'))
-        theirs, files = state['identity'], state['files']
-    if theirs != identity:
-        raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
-    if config.source and files != list_corpus(config):
-        raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
+        if state['identity'] != identity:
+            raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
+        if config.source and state['files'] != list_corpus(config):
+            raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
     return state
 
 
@@ -721,59 +699,52 @@ def make_fineweb_edu(_, config):
     and the largest document.
     """
     meta = tokenizer_meta(config.tokenizer)
-    about = source_names(config.source) if config.source else 'HuggingFaceFW/fineweb-edu sample-' + config.subset
+    about = source_names(config.source, f'HuggingFaceFW/fineweb-edu sample-{config.subset}')
     wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config, 'workers')} | meta
-    path, done = (os.path.join(config.out, name) for name in ('unfinished.json', 'meta.json'))
-    if os.path.exists(path) and os.path.exists(done):  # killed at its very last step
-        os.remove(path)
-    identity = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
-    begun = None if config.overwrite else read_unfinished(config, path, identity)
-    if begun is None and is_ready(config.out, config.overwrite, wanted):
+    path = os.path.join(config.out, 'unfinished.json')
+    if not (state := resume(config, path, wanted)):
         return
-    state = begun or {'identity': identity, 'files': list_corpus(config), 'position': [0, 0]}
-    state = {'documents': {'train': 0, 'val': 0}, 'shards': {'train': [], 'val': []}} | state
-
-    written = [shard for of in state['shards'].values() for shard in of]
-    check_space(config, state['files'], np.dtype(meta['dtype']).itemsize, sum(s['bytes'] for s in written))
+    files, documents, dtype = state['files'], state['documents'], np.dtype(meta['dtype'])
+    total = sum(shard['tokens'] for entries in state['shards'].values() for shard in entries)
+    check_space(config, files, dtype.itemsize, total * dtype.itemsize)
     os.makedirs(config.out, exist_ok=True)
-    if begun is None:
-        clear(config.out)
-    shards = {name: Shards(config.out, name, config.shard_tokens, done) for name, done in state['shards'].items()}
-    total = committed = sum(s['tokens'] for s in written)
     if total:
         print(f'{config.out} holds {total:,} tokens of this already; going on from there.')
-    workers, limit = config.workers or os.cpu_count() or 1, config.limit_tokens or math.inf
-    work = tokenise_all(batches(state['files'], state['position']), workers, meta, config.val_fraction)
+    else:
+        clear(config.out)
+    shards = {name: Shards(config.out, name, config.shard_tokens, dtype, of) for name, of in state['shards'].items()}
+    unwritten, written, limit = {name: [] for name in shards}, total, config.limit_tokens or math.inf
+    workers = config.workers or os.cpu_count() or 1
+    work = tokenise_all(batches(files, state['position']), workers, meta, config.val_fraction)
     with contextlib.closing(work), tqdm(initial=total, unit=' tokens', unit_scale=True, disable=None) as progress:
-        for position, share, (tokens, lengths, opens, in_val) in work:
-            fit = np.searchsorted(np.cumsum(lengths), limit - total, 'right')  # so many documents
-            full = fit < len(lengths)
-            lengths, opens, in_val = lengths[:fit], opens[:fit], in_val[:fit]
-            tokens = tokens[: lengths.sum()]
-            for name, chosen in (('train', ~in_val), ('val', in_val)):
-                shards[name].append(tokens[np.repeat(chosen, lengths)])
-                state['documents'][name] += int((opens & chosen).sum())
-            total += len(tokens)
+        for position, share, found in work:
+            for tokens, opens, name in found:
+                if total + len(tokens) > limit:
+                    position = [len(files), 0]
+                    break
+                unwritten[name].append(tokens)
+                documents[name] += opens
+                total += len(tokens)
             progress.total = max(total, min(int(total / max(share, 1e-9)), limit))
-            progress.update(len(tokens))
-            state['position'] = [len(state['files']), 0] if full else position
-            if full or total - committed >= min(config.shard_tokens, 2**20):
-                state['shards'] = {name: of.commit() for name, of in shards.items()}
-                write_json(path, state)
-                committed = total
-            if full:
+            progress.update(total - progress.n)
+            ended = position[0] == len(files)
+            if ended or total - written >= min(config.shard_tokens, 2**20):
+                for name, parts in unwritten.items():
+                    shards[name].append(np.concatenate([np.empty(0, dtype), *parts]))
+                    parts.clear()
+                write_json(path, state | {'position': position})
+                written = total
+            if ended:
                 break
-    state['shards'] = {name: of.commit() for name, of in shards.items()}
-    write_json(path, state)
     splits = {}
-    for name, of in state['shards'].items():
-        if not of:
+    for name, entries in state['shards'].items():
+        if not entries:
             clear(config.out)
             raise ConfigError(f'none of the {total:,} tokens fell into {name}; take more text or another val_fraction.')
-        about = {'tokens': sum(s['tokens'] for s in of), 'documents': state['documents'][name]}
-        about['sha256'] = hashlib.sha256(''.join(s['sha256'] for s in of).encode()).hexdigest()
-        splits[name] = about | {'shards': [{'tokens': s['tokens'], 'sha256': s['sha256']} for s in of]}
-    write_json(done, wanted | {'splits': splits})
+        digest = hashlib.sha256(''.join(shard['sha256'] for shard in entries).encode()).hexdigest()
+        tokens = sum(shard['tokens'] for shard in entries)
+        splits[name] = {'tokens': tokens, 'documents': documents[name], 'sha256': digest, 'shards': entries}
+    write_json(f'{config.out}/meta.json', wanted | {'splits': splits})
     os.remove(path)
     announce(config.out, {'splits': splits})
 
@@ -805,11 +776,8 @@ class S5Config:
 
     def check(self):
         for name in ('dictionary_size', 'distractors'):
-            value = getattr(self, name)
-            if value and not self.retrieval:
-                raise ConfigError(f'{name}={value} needs a dictionary; set retrieval=True or {name}=0.')
-            if value and self.retrieve_by == 'state':
-                raise ConfigError(f'{name}={value} fits no retrieve_by=state, where every element is a key; set {name}=0.')
+            if (value := getattr(self, name)) and (not self.retrieval or self.retrieve_by == 'state'):
+                raise ConfigError(f'{name}={value} needs retrieval=True and retrieve_by=action; set them so, or {name}=0.')
         if self.retrieve_by == 'state' and not self.retrieval:
             raise ConfigError('retrieve_by=state needs a dictionary; set retrieval=True or retrieve_by=action.')
         elements, actions = math.factorial(self.group), len(self.action_ids)
@@ -833,10 +801,6 @@ class S5Config:
     @property
     def keys_per_dictionary(self):
         return math.factorial(self.group) if self.retrieve_by == 'state' else self.n_keys + self.distractors
-
-    def length_range(self, name):
-        """The numbers of steps that `steps` or `test_steps` allows, as a range; the bound keeps the counting quick."""
-        return number_range(name, getattr(self, name) or self.steps, 1, 1_000, 'an example has 1 to 1000 steps')
 
 
 def number_range(name, text, least, most, why):
@@ -886,14 +850,15 @@ def plan(config):
     and val take at most a quarter each of the examples that exist of a training length, and train may have all the rest.
     Raises ConfigError when a split asks for more than that.
     """
-    train, test = config.length_range('steps'), config.length_range('test_steps')
+    why = 'an example has 1 to 1000 steps'  # more take long to count
+    train = number_range('steps', config.steps, 1, 1_000, why)
+    test = number_range('test_steps', config.test_steps, 1, 1_000, why) if config.test_steps else train
     supply, taken, shares = {s: count_examples(config, s) for s in {*train, *test}}, Counter(), {}
     for split, lengths in (('test', test), ('val', train), ('train', train)):
         left = {s: (supply[s] + 1) // 4 if s in train and split != 'train' else supply[s] - taken[s] for s in lengths}
         wanted, most = getattr(config, f'n_{split}'), sum(left.values())
-        if wanted > most:
-            why = f'with {lengths[0]} to {lengths[-1]} steps there are {most} different examples for {split}'
-            raise ConfigError(f'n_{split}={wanted} is not possible: {why}; lower n_{split} or allow more steps.')
+        why = f'with {lengths[0]} to {lengths[-1]} steps there are {most} different examples for {split}, with more more'
+        within(f'n_{split}', wanted, 0, most, why)
         weight = {s: Fraction(s**-config.length_bias) for s in lengths}
         shares[split], total = {}, sum(weight.values())
         for s in sorted(lengths, key=lambda s: left[s] / weight[s]):  # the scarcest first: what it lacks goes to the others
@@ -901,12 +866,6 @@ def plan(config):
             wanted, total = wanted - shares[split][s], total - weight[s]
         taken.update(shares[split])
     return shares
-
-
-def row_length(config, steps):
-    """(tokens of the dictionary, tokens of the whole example)."""
-    prefix = config.keys_per_dictionary * (1 + config.value_len) if config.retrieval else 0
-    return prefix, prefix + 1 + steps * (1 + config.value_len * config.retrieval)
 
 
 def draw_examples(config, rng, count, steps):
@@ -951,18 +910,16 @@ def draw_examples(config, rng, count, steps):
 
 def draw_split(config, index, share, seen, progress):
     """The arrays of one split: its `share` {steps: examples}, padded to its longest and shuffled. `seen` gains its examples."""
-    n, pad = sum(share.values()), math.factorial(config.group) + config.n_values + 2
+    n, bar = sum(share.values()), math.factorial(config.group) + config.n_values
+    pad, width = bar + 2, 1 + config.value_len * config.retrieval  # of a key and its values, or an action and its slots
     steps = np.repeat(list(share), list(share.values()))
     np.random.default_rng([config.seed, index]).shuffle(steps)
-    longest = row_length(config, max(steps))[1]
+    longest = 1 + width * (max(steps) + config.retrieval * config.keys_per_dictionary)
     tokens = np.full((n, longest), pad, dtype=np.min_scalar_type(pad))
     targets = np.full((n, longest), -1, dtype=np.int16)
-    recur_mask = np.zeros((n, longest), dtype=bool)
     for s in share:
-        prefix, length = row_length(config, s)
         rng = np.random.default_rng([config.seed, index, s])
         places, fresh_rate = np.flatnonzero(steps == s), 1.0
-        recur_mask[places, 0 if config.recur_on_prompt else prefix : length] = True
         while len(places):
             # Few of the examples drawn are new when a length nears its end; a block bounds the memory.
             count = min(math.ceil(len(places) / fresh_rate), max(1, 2**20 // longest))
@@ -972,11 +929,13 @@ def draw_split(config, index, share, seen, progress):
             fresh = dict(itertools.islice(fresh.items(), len(places)))
             seen[s].update(fresh)
             here, places = np.split(places, [len(fresh)])
-            tokens[here, :length], targets[here, :length] = (of[[*fresh.values()]] for of in (rows, answers))
+            length, chosen = rows.shape[1], [*fresh.values()]
+            tokens[here, :length], targets[here, :length] = rows[chosen], answers[chosen]
             fresh_rate = max(len(fresh), 1) / count
             progress.update(len(fresh))
-    lengths = np.sum(tokens != pad, axis=1)
-    return {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask, 'lengths': lengths, 'steps': steps}
+    there = tokens != pad
+    recur_mask = there & (np.logical_or.accumulate(tokens == bar, axis=1) | config.recur_on_prompt)
+    return {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask, 'lengths': there.sum(axis=1), 'steps': steps}
 
 
 def make_s5(task, config):
@@ -998,7 +957,7 @@ def make_s5(task, config):
     seen, shares = defaultdict(set), plan(config)
     longest, splits = (dict.fromkeys(('train', 'val', 'test')) for _ in range(2))
     meta = wanted | vocabulary | {'aligned': True, 'longest': longest, 'scores': scores, 'splits': splits}
-    total = sum(sum(share.values()) for share in shares.values())
+    total = config.n_train + config.n_val + config.n_test
     with work_folder(out) as work, tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
         for index, (name, share) in enumerate(shares.items()):  # test and val first: they stay the same for any n_train
             arrays = draw_split(config, index, {s: k for s, k in share.items() if k}, seen, progress)
@@ -1034,7 +993,7 @@ def make_task(task, config):
     """A task made of text: its examples, drawn from a seed or read, as write_task() writes them."""
     out, wanted = config.out or f'data/{task}', {'kind': 'task', 'task': task, 'settings': settings_of(config, 'source')}
     if isinstance(config, QuestionConfig):
-        wanted['source'] = source_names(config.source) if config.source else HUB[task][0]
+        wanted['source'] = source_names(config.source, HUB[task][0])
     wanted |= tokenizer_meta(config.tokenizer)
     if config.chat and 'tokenizer_json' in wanted:
         wanted |= chat_meta(config.tokenizer, wanted['tokenizer_json'])
@@ -1044,8 +1003,8 @@ def make_task(task, config):
 
 
 def encode_example(meta, example):
-    """(prompt, response) of an example as arrays of tokens: the document token and the prompt, or the conversation that asks
-    it; the response and the token that ends it."""
+    """(tokens of an example as an array, how many are its prompt): the document token and the prompt, or the conversation that
+    asks it; then the response and the token that ends it."""
     question, end = example['prompt'], meta.get('stop_token', meta['document_token'])
     if 'chat_template' in meta:
         prompt = np.array(chat_tokens(meta, [{'role': 'user', 'content': question.strip()}]), meta['dtype'])
@@ -1053,8 +1012,8 @@ def encode_example(meta, example):
             raise ConfigError(f'the chat template or its tokenizer changes the text {question[:40]!r}...; take --chat=False.')
     else:
         prompt = tokens_of(meta, question.encode())
-    response = [tokens_of(meta, example['response'].encode(), opens=False), np.array([end], meta['dtype'])]
-    return prompt, np.concatenate(response)
+    response = tokens_of(meta, example['response'].encode(), opens=False)
+    return np.concatenate([prompt, response, np.array([end], meta['dtype'])]), len(prompt)
 
 
 def pack_rows(lengths, size):
@@ -1085,40 +1044,39 @@ def write_task(config, out, meta, examples):
     bound, encoded = meta['document_token'], {}
     meta = meta | {'pad_token': bound, 'aligned': False, 'scores': {}, 'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
     for name, of in examples.items():
-        all_of = [(e, *encode_example(meta, e)) for e in of]
-        lengths = np.array([len(p) + len(r) for _, p, r in all_of])
+        all_of = [(example, *encode_example(meta, example)) for example in of]
+        lengths = np.array([len(ids) for _, ids, _ in all_of])
         fits = lengths <= (config.longest or math.inf)
-        if longer := len(fits) - np.count_nonzero(fits):
-            if not config.drop_longer or longer == len(fits):
-                why = f'{longer} of the {len(fits)} examples of {name} are above longest={config.longest} tokens'
+        encoded[name] = list(itertools.compress(all_of, fits))
+        if longer := len(of) - len(encoded[name]):
+            if not config.drop_longer or longer == len(of):
+                why = f'{longer} of the {len(of)} examples of {name} are above longest={config.longest} tokens'
                 raise ConfigError(f'{why}; take longest={max(lengths)}, the longest, or drop_longer=True where some fit.')
             print(f'{name}: left out {longer} examples above {config.longest} tokens')
         if name == 'train' and 0 < config.pack < (most := max(lengths[fits])):
             raise ConfigError(f'pack={config.pack} is too short for an example of {most} tokens; take pack={most} or more.')
-        encoded[name] = list(itertools.compress(all_of, fits))
     with work_folder(out) as work:
         for name, of in encoded.items():
-            prompt_lengths, lengths = np.array([(len(p), len(p) + len(r)) for _, p, r in of]).T
-            packed = config.pack and name == 'train'
+            lengths, packed = np.array([len(ids) for _, ids, _ in of]), config.pack and name == 'train'
             rows = pack_rows(lengths, config.pack) if packed else [[i] for i in range(len(of))]
-            shape = len(rows), config.pack if packed else int(lengths.max())
+            shape = len(rows), config.pack if packed else max(lengths)
             tokens, recur_mask = np.full(shape, bound, meta['dtype']), np.zeros(shape, dtype=bool)
             targets = np.full(shape, -1, dtype=np.int16 if meta['vocab_size'] <= 2**15 else np.int32)
             for row, members in enumerate(rows):
                 start = 0
-                for _, prompt, response in (of[i] for i in members):
-                    p, end = start + len(prompt), start + len(prompt) + len(response)
-                    tokens[row, start:p], tokens[row, p:end] = prompt, response
-                    scored = start if config.score_prompt else p - 1
-                    targets[row, scored : end - 1] = tokens[row, scored + 1 : end]
-                    recur_mask[row, start if config.recur_on_prompt else p : end] = True
+                for _, ids, prompt in (of[i] for i in members):
+                    end, scored = start + len(ids), 0 if config.score_prompt else prompt - 1
+                    tokens[row, start:end] = ids
+                    targets[row, start + scored : end - 1] = ids[scored + 1 :]
+                    recur_mask[row, start + (0 if config.recur_on_prompt else prompt) : end] = True
                     start = end
             arrays = {'tokens': tokens, 'targets': targets, 'recur_mask': recur_mask}
             arrays['lengths'] = np.array([lengths[members].sum() for members in rows])
             if not packed:
-                arrays |= {'prompt_lengths': prompt_lengths, 'steps': np.array([e['depth'] for e, _, _ in of])}
+                arrays['prompt_lengths'] = np.array([prompt for _, _, prompt in of])
+                arrays['steps'] = np.array([example['depth'] for example, _, _ in of])
             with open(f'{work}/{name}.jsonl', 'w', encoding='utf-8') as f:
-                f.writelines(json.dumps(e, ensure_ascii=False) + '\n' for e, _, _ in of)
+                f.writelines(json.dumps(example, ensure_ascii=False) + '\n' for example, _, _ in of)
             save_split(work, meta, name, arrays, {'examples': len(of)} | ({'rows': len(rows)} if packed else {}))
             meta['jsonl_sha256'][name] = file_sha256(f'{work}/{name}.jsonl')
         publish(work, out, meta)
@@ -1261,11 +1219,7 @@ HUB = {  # what `datasets` loads: plain files, no code of theirs
 @dataclass
 class QuestionConfig(TextTaskConfig):
     source: str = key('', 'a jsonl, json or parquet file of the same format, or a folder of them; empty: the hub')
-    val_fraction: float = key(0.05, 'share of the examples that goes to val where the source has train or val alone')
-
-    def check(self):
-        TextTaskConfig.check(self)
-        check_fraction(self.val_fraction)
+    val_fraction: float = key(0.05, 'share of the examples that makes val, where only train or val is there', bounds=SHARE)
 
 
 def read_rows(path):
@@ -1284,35 +1238,28 @@ def read_rows(path):
     return rows
 
 
-def split_named(name):
-    """The split of a file or of a part of a hub's dataset, by the words in its name; one with none of them is train."""
-    words = re.split(r'[^a-z]+', name.lower())
-    return 'test' if 'test' in words else 'val' if {'val', 'valid', 'validation', 'dev'} & {*words} else 'train'
-
-
-def read_source(source):
-    """{'train' | 'val' | 'test': [(where, row)]} of a file or of the data files in a folder, told apart by their names."""
-    found, source = {}, os.path.expanduser(source)
-    if not os.path.exists(source):
-        raise ConfigError(f'source={source} is not there; name a file or a folder.')
-    paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
-    paths = [p for p in paths if p.endswith(('.jsonl', '.json', '.parquet')) and os.path.isfile(p)]
-    if not paths:
-        raise ConfigError(f'source={source} is no jsonl, json or parquet file, and holds none; name one that is.')
-    for path in paths:
-        rows = [(f'{path}, example {number}', row) for number, row in enumerate(read_rows(path), start=1)]
-        if not rows:
-            raise ConfigError(f'{path} is empty; leave it out of the source.')
-        found.setdefault(split_named(os.path.basename(path)), []).extend(rows)
+def read_splits(task, source):
+    """{'train' | 'val' | 'test': [(where, row)]} of a file, of the data files in a folder, or of the hub, told apart by the
+    words in their names; one without such a word is train."""
+    if source:
+        source = os.path.expanduser(source)
+        paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
+        paths = [p for p in paths if p.endswith(('.jsonl', '.json', '.parquet')) and os.path.isfile(p)]
+        if not paths:
+            raise ConfigError(f'source={source} is not there, or holds no jsonl, json or parquet file; name one that does.')
+        parts = {path: read_rows(path) for path in paths}
+    else:
+        path, options = HUB[task]
+        with explaining(f'{task} could not be loaded from the hub', 'try again with a network, or name local files by source'):
+            parts = {f'{task}, {name}': rows for name, rows in extra('datasets').load_dataset(path, **options).items()}
+    found = {}
+    for name, rows in parts.items():
+        if not len(rows):
+            raise ConfigError(f'{name} is empty; leave it out of the source.')
+        words = {*re.split(r'[^a-z]+', os.path.basename(name).lower())}
+        split = 'test' if 'test' in words else 'val' if words & {'val', 'valid', 'validation', 'dev'} else 'train'
+        found.setdefault(split, []).extend((f'{name}, example {i}', row) for i, row in enumerate(rows, start=1))
     return found
-
-
-def read_hub(task):
-    """As read_source, from the hub."""
-    path, options = HUB[task]
-    with explaining(f'{task} could not be loaded from the hub', 'try again with a network, or name local files by source'):
-        found = extra('datasets').load_dataset(path, **options)
-    return {split_named(name): [(f'{task}, {name} {i}', row) for i, row in enumerate(of, 1)] for name, of in found.items()}
 
 
 def question_example(task, row):
@@ -1358,7 +1305,7 @@ def read_questions(task, config):
     out of an earlier one, in the order train, val, test.
     """
     examples = {}
-    for split, rows in (read_source(config.source) if config.source else read_hub(task)).items():
+    for split, rows in read_splits(task, config.source).items():
         examples[split] = []
         for where, row in rows:
             with explaining(f'{where} is not of the form of {task}', 'name a source that is'):

@@ -237,7 +237,7 @@ class Dataset:
                     raise ValueError(f'the name {name!r} leads out of the folder')
                 if self.is_text:
                     about, parts = self.meta['splits'][name], []
-                    for file, entry in shard_names(name, about['shards']) if 'shards' in about else [(name, about)]:
+                    for file, entry in shard_names(name, about):
                         path = os.path.join(self.folder, file + '.bin')
                         parts.append(np.memmap(path, dtype=token_dtype(self.vocab_size), mode='r'))
                         self.expect(entry['tokens'], len(parts[-1]), 'tokens')

@@ -230,7 +230,7 @@ def test_tokenizers_that_cannot_be_used_are_one_sentence(tmp_path, capsys, monke
         with monkeypatch.context() as patch:
             patch.setattr(tiktoken, 'get_encoding', lambda name: 1 / 0)
             load_tokenizer.cache_clear()
-            refuse(capsys, 'could not be loaded (ZeroDivisionError)', tokenizer='gpt2', **settings)
+            refuse(capsys, 'could not be loaded (ZeroDivisionError', tokenizer='gpt2', **settings)
         assert not (tmp_path / 'd').exists()
 
 
@@ -344,6 +344,7 @@ def test_unfinished_work_is_checked_before_it_goes_on(tmp_path, monkeypatch, cap
     settings = {'source': tmp_path / 's', 'tokenizer': 'bytes', 'workers': 1, 'shard_tokens': 10_000, 'val_fraction': 0.2}
     make('fineweb_edu', out=tmp_path / 'whole', **settings)
     settings['out'] = out
+    (tmp_path / 'x').mkdir()
     interrupted(monkeypatch, 4, **settings)
     state, shard = (out / 'unfinished.json').read_text(), out / 'train-00000.bin'
     refuse(capsys, 'other settings', **settings | {'val_fraction': 0.3})
@@ -367,7 +368,7 @@ def test_unfinished_work_is_checked_before_it_goes_on(tmp_path, monkeypatch, cap
     with sorted(out.glob('train-*.bin'))[-1].open('ab') as f:
         f.write(b'half a row')
     (out / 'train-00099.bin').write_bytes(b'begun')
-    make('fineweb_edu', **settings | {'workers': 2})
+    make('fineweb_edu', **settings | {'workers': 2, 'out': f'{tmp_path}/x/..//d//'})  # the same folder
     assert shard_bytes(out) == shard_bytes(tmp_path / 'whole')
 
     (out / 'unfinished.json').write_text(state)  # killed between the last two steps
@@ -390,7 +391,7 @@ def test_a_limit_takes_the_documents_that_fit(tmp_path, monkeypatch):
     found = documents_of(tmp_path / 'd', 'train') + documents_of(tmp_path / 'd', 'val')
     assert sorted(found) == sorted(documents[: len(found)])
     assert sum(len(d) + 1 for d in found) <= 20_000 < sum(len(d) + 1 for d in documents[: len(found) + 1])
-    for after in (1, 3, 7, 8):
+    for after in (1, 3, 6, 7):
         interrupted(monkeypatch, after, out=tmp_path / f'd{after}', limit_tokens=20_000, **settings)
         make('fineweb_edu', out=tmp_path / f'd{after}', limit_tokens=20_000, **settings | {'workers': 2 if after == 3 else 1})
         assert shard_bytes(tmp_path / f'd{after}') == shard_bytes(tmp_path / 'd')
