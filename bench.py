@@ -1,6 +1,7 @@
 """Measures what the recurrences cost, as ratios to the plain transformer in one run: `python bench.py train --json=True`.
 
-    python bench.py train      a training step under each schedule, beside the ratio of operations, which is the floor
+    python bench.py train      a training step under each schedule, beside the ratio of operations, which is the floor; with
+                               --compile also what the first step takes longer
     python bench.py scaling    a training step at twice the length, and with twice the passes, against the count of operations
     python bench.py memory     what the tensors of each such step hold at most, beside what train.py --dry_run predicts
     python bench.py decode     a decoded token of each architecture, behind a prompt
@@ -13,53 +14,71 @@ Rounds are interleaved (every variant once, then all again), so that a machine w
 
 import concurrent.futures
 import functools
-import glob
 import json
+import math
 import multiprocessing
 import os
 import statistics
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, parse, read_file, reporting
+from configurator import ConfigError, fail, key, nearest, parse, reporting
+from eval import print_markdown, print_table
 from model import SEQUENTIAL, GPTConfig, build, count_flops, count_parameters
-from sample import SampleConfig, find_checkpoint, load_model, prefill
-from train import Dataset, TrainConfig, count_memory, make_optimizers, pick_device
+from sample import SampleConfig, find_checkpoint, load_model, prefill, start
+from train import Dataset, TrainConfig, count_memory, make_optimizers
 
 
 @dataclass
-class TrainBench:
+class Bench:
+    """The settings that every benchmark has."""
+
+    json: bool = key(False, 'also print one JSON object as the last line')
+
+    def check(self):
+        pass
+
+
+@dataclass
+class TimedBench(Bench):
+    rounds: int = key(15, 'rounds; the medians are reported', bounds=(1, 10**6))
+    device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
+    threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
+
+    def model_config(self, **variant):
+        """The GPTConfig of these settings, with what a variant changes."""
+        return GPTConfig(**{k: v for k, v in asdict(self).items() if k in GPTConfig.__dataclass_fields__} | variant)
+
+
+@dataclass
+class TrainBench(TimedBench):
     n_layer: int = key(10, 'layers')
     n_embd: int = key(256, 'width')
     n_head: int = key(4, 'heads')
-    vocab_size: int = key(257, 'tokens in the vocabulary')
+    vocab_size: int = key(257, 'tokens in the vocabulary', bounds=(1, 10**7))
     block_size: int = key(256, 'tokens in a sequence')
     batch_size: int = key(4, 'sequences in a step')
     l_start: int = key(4, 'T2MLR: first layer of the span')
     l_end: int = key(5, 'T2MLR: last layer of the span')
     source_layer: int = key(6, 'LRT: layer whose output is the memory')
-    rounds: int = key(15, 'rounds; the medians are reported')
     only: str = key('', 'variants to measure, joined by commas; empty is all')
     profile: bool = key(False, 'also print where the time of each variant goes')
-    compile: bool = key(False, 'compile the repeated block')
-    device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
+    compile: bool = key(False, 'compile the repeated block, and report what the first step of each variant takes longer')
     dtype: str = key('float32', 'of the computation', ('float32', 'bfloat16'))
-    threads: int = key(1, 'CPU threads')
-    json: bool = key(False, 'also print one JSON object as the last line')
+    threads: int = key(1, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
 
     def check(self):
-        for name in ('rounds', 'threads', 'batch_size', 'vocab_size'):
-            if getattr(self, name) < 1:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
         for name in chosen_variants(self):
             if name not in VARIANTS:
-                raise ConfigError(f'only={name} is not known; choose from {", ".join(VARIANTS)}.')
+                raise ConfigError(f'only={name} is not known; {nearest(name, VARIANTS)}')
             training_config(self, name)
 
 
@@ -83,10 +102,10 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def measure(calls, rounds, device):
-    """{name: seconds of each of `rounds` rounds} of the functions in `calls`, all of them in every round; two warm up."""
+def measure(calls, rounds, device, warm_up=2):
+    """{name: median seconds} of the functions in `calls`, all of them in every round; the first warm_up rounds do not count."""
     times = {name: [] for name in calls}
-    for number in tqdm(range(-2, rounds), desc='rounds', leave=False, disable=None):
+    for number in tqdm(range(-warm_up, rounds), desc='rounds', leave=False, disable=None):
         for name, call in calls.items():
             synchronize(device)
             begin = time.perf_counter()
@@ -94,13 +113,19 @@ def measure(calls, rounds, device):
             synchronize(device)
             if number >= 0:
                 times[name].append(time.perf_counter() - begin)
-    return times
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def compare(times, base):
-    """{name: {'ms': median, 'ratio': of the medians}}; the ratio is to `base`."""
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    return {name: {'ms': round(m * 1e3, 3), 'ratio': round(m / medians[base], 3)} for name, m in medians.items()}
+def compare(seconds, base):
+    """{name: {'ms': milliseconds, 'ratio': to those of `base`}}."""
+    return {name: {'ms': round(s * 1e3, 3), 'ratio': round(s / seconds[base], 3)} for name, s in seconds.items()}
+
+
+def show(found, **columns):
+    """Prints {variant: {column: number}} as a table; columns: how each is written. One that no row has is left out."""
+    columns = {name: how for name, how in columns.items() if any(name in row for row in found.values())}
+    rows = [[variant, *(format(row[name], how) for name, how in columns.items())] for variant, row in found.items()]
+    print_table(['variant', *columns], rows)
 
 
 class TextbookLayer(nn.Module):
@@ -162,6 +187,16 @@ def training_config(bench, variant):
     return config
 
 
+def take_step(model, optimizers, config, x, y, recur_mask=None):
+    """An update of a TrainConfig on the batch x, y (B, T) and recur_mask (B, T) or None, without what watches over a run."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=config.dtype == 'bfloat16'):
+        loss, _ = model(x, y, config, recur_mask)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
 def training_step(bench, variant, device):
     """(a function that makes one update of `variant`, a name or settings; its operations as a multiple of the plain
     transformer's; its operations)."""
@@ -174,31 +209,43 @@ def training_step(bench, variant, device):
     elif bench.compile:
         model.compile()
     optimizers = make_optimizers(model, config, device)
-    x = torch.randint(config.vocab_size, (bench.batch_size, config.block_size), device=device)
-    y = torch.randint(config.vocab_size, (bench.batch_size, config.block_size), device=device)
+    x, y = torch.randint(config.vocab_size, (2, bench.batch_size, config.block_size), device=device).unbind()
 
     def step():
-        with torch.autocast(device, torch.bfloat16, enabled=bench.dtype == 'bfloat16'):
-            loss, _ = model(x, y, config)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        take_step(model, optimizers, config, x, y)
 
     with torch.device('meta'):
         flops = count_flops(build(config), config, config.block_size)
     return step, flops['step'] / flops['plain_step'], flops['step'] * bench.batch_size * config.block_size
 
 
+def apart(call, *args):
+    """What call(*args) returns in a process of its own, which begins afresh."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
+        return pool.submit(call, *args).result()
+
+
+def first_step(bench, variant):
+    """Seconds of the first step, which compiles, without what torch has kept of earlier runs: in a fresh process."""
+    torch._inductor.config.force_disable_caches = True
+    warnings.filterwarnings('ignore', 'dynamo_pgo force disabled')  # as asked for
+    device = start(bench)
+    step, *_ = training_step(bench, variant, device)
+    return measure({variant: step}, 1, device, warm_up=0)[variant]
+
+
 def bench_train(bench):
-    torch.set_num_threads(bench.threads)
-    device = pick_device(bench.device)
-    steps = {name: training_step(bench, name, device) for name in chosen_variants(bench)}
+    """Milliseconds of a step, beside what the operations allow; compiled, also what the first step takes longer."""
+    device, names, first = start(bench), chosen_variants(bench), {}
+    for name in tqdm(names, desc='first steps', leave=False, disable=None) if bench.compile else ():
+        first[name] = apart(first_step, bench, name)
+    steps = {name: training_step(bench, name, device) for name in names}
     found = compare(measure({name: step for name, (step, *_) in steps.items()}, bench.rounds, device), 'plain')
-    print(f'{"variant":<20}{"ms":>9}{"ratio":>8}{"floor":>8}')
-    for name, (_, floor, _) in steps.items():
-        found[name]['floor'] = round(floor, 3)
-        print(f'{name:<20}{found[name]["ms"]:>9.1f}{found[name]["ratio"]:>8.2f}{floor:>8.2f}')
+    for name, row in found.items():
+        row['floor'] = round(steps[name][1], 3)
+        if bench.compile:
+            row['start_s'] = round(first[name] - row['ms'] / 1e3, 1)
+    show(found, ms='.1f', ratio='.2f', floor='.2f', start_s='.1f')
     if bench.profile:
         for name, (step, *_) in steps.items():
             with torch.profiler.profile() as profile:
@@ -213,32 +260,26 @@ def bench_scaling(bench):
     from 4 to 8 and 16 passes."""
     if bench.batch_size % 4:
         raise ConfigError(f'batch_size={bench.batch_size} must be divisible by 4, for four times the length.')
-    torch.set_num_threads(bench.threads)
-    device = pick_device(bench.device)
-    cells = {}
+    device, cells = start(bench), {}  # settings, variant, and the cell whose time and count are the unit
     for name in chosen_variants(bench):
-        if name != 'textbook':
-            for factor in (1, 2, 4):
-                longer = replace(bench, block_size=factor * bench.block_size, batch_size=bench.batch_size // factor)
-                cells[f'{name}, T={longer.block_size}'] = (longer, VARIANTS[name], f'{name}, T={bench.block_size}')
+        for factor in (1, 2, 4) if name != 'textbook' else ():
+            longer = replace(bench, block_size=factor * bench.block_size, batch_size=bench.batch_size // factor)
+            cells[f'{name}, T={longer.block_size}'] = longer, VARIANTS[name], f'{name}, T={bench.block_size}'
     for d_forward in (4, 8, 16) if not bench.only else ():
-        variant = {'recurrence': 't2mlr'} | jacobi(d_forward, 4)
-        cells[f'd_forward={d_forward}'] = (bench, variant, 'd_forward=4')
+        cells[f'd_forward={d_forward}'] = bench, {'recurrence': 't2mlr'} | jacobi(d_forward, 4), 'd_forward=4'
     steps = {name: training_step(sized, variant, device) for name, (sized, variant, _) in cells.items()}
-    times = measure({name: step for name, (step, _, _) in steps.items()}, bench.rounds, device)
-    medians, found = {name: statistics.median(seconds) for name, seconds in times.items()}, {}
-    print(f'{"step":<30}{"ms":>9}{"grows by":>10}{"count":>8}{"of it":>8}')
+    seconds, found = measure({name: step for name, (step, *_) in steps.items()}, bench.rounds, device), {}
     for name, (_, _, base) in cells.items():
-        grows, count = medians[name] / medians[base], steps[name][2] / steps[base][2]
-        found[name] = {'ms': round(medians[name] * 1e3, 1), 'grows': round(grows, 3), 'count': round(count, 3)}
-        print(f'{name:<30}{found[name]["ms"]:>9.1f}{grows:>10.2f}{count:>8.2f}{grows / count:>8.2f}')
+        grows, count = seconds[name] / seconds[base], steps[name][2] / steps[base][2]
+        row = {'ms': seconds[name] * 1e3, 'grows': grows, 'count': count, 'of_count': grows / count}
+        found[name] = {column: round(number, 3) for column, number in row.items()}
+    show(found, ms='.1f', grows='.2f', count='.2f', of_count='.2f')
     return found
 
 
 def peak_memory(bench, variant):
     """Bytes that three updates need at most; on CPU those by which this process grew, which should be a fresh one."""
-    device, peaks = pick_device(bench.device), []
-    torch.set_num_threads(bench.threads)
+    device, peaks = start(bench), []
     for size in (replace(bench, n_embd=2 * bench.n_head, vocab_size=2, block_size=2, batch_size=1), bench):
         step, *_ = training_step(size, variant, device)  # the small one loads what every step needs
         for _ in range(3):
@@ -253,51 +294,42 @@ def bench_memory(bench):
     if not os.path.exists('/proc/self/status'):
         raise ConfigError(f'the memory of a process is read from /proc, which {sys.platform} lacks; take Linux.')
     os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'
-    found, context = {}, multiprocessing.get_context('spawn')
-    print(f'{"variant":<20}{"measured, MiB":>15}{"predicted":>11}{"ratio":>8}')
-    with concurrent.futures.ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
-        for name in chosen_variants(bench):
-            measured = pool.submit(peak_memory, bench, name).result()
-            row = {'measured': measured, 'ratio': round(measured / found.get('plain', {'measured': measured})['measured'], 3)}
-            if name != 'textbook':
-                row['predicted'] = count_memory(training_config(bench, name))['peak']
-            found[name] = row
-            predicted = f'{row["predicted"] / 2**20:,.0f}' if 'predicted' in row else ''
-            print(f'{name:<20}{measured / 2**20:>15,.0f}{predicted:>11}{row["ratio"]:>8.2f}')
+    found, rows = {}, []
+    for name in tqdm(chosen_variants(bench), desc='variants', leave=False, disable=None):
+        row = found[name] = {'measured': apart(peak_memory, bench, name)}
+        row['ratio'] = round(row['measured'] / found['plain']['measured'], 3)
+        if name != 'textbook':
+            row['predicted'] = count_memory(training_config(bench, name))['peak']
+        mib = [f'{row[key] / 2**20:,.0f}' if key in row else '' for key in ('measured', 'predicted')]
+        rows.append([name, *mib, f'{row["ratio"]:.2f}'])
+    print_table(['variant', 'measured, MiB', 'predicted', 'ratio'], rows)
     return found
 
 
 @dataclass
-class DecodeBench:
+class DecodeBench(TimedBench):
     n_layer: int = key(20, 'layers')
     n_embd: int = key(512, 'width')
     n_head: int = key(8, 'heads')
-    vocab_size: int = key(32768, 'tokens in the vocabulary, as in the LRT paper')
+    vocab_size: int = key(32768, 'tokens in the vocabulary, as in the LRT paper', bounds=(1, 10**7))
     block_size: int = key(256, 'slots of the state')
-    batch_size: int = key(1, 'sequences decoded together')
-    prompt: int = key(32, 'tokens before the first that is measured')
-    tokens: int = key(8, 'tokens in a round')
-    rounds: int = key(15, 'rounds; the medians are reported')
+    batch_size: int = key(1, 'sequences decoded together', bounds=(1, 10**6))
+    prompt: int = key(32, 'tokens before the first that is measured', bounds=(1, 10**7))
+    tokens: int = key(8, 'tokens in a round', bounds=(1, 10**7))
     compile: bool = key(False, 'compile the repeated block')
-    device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
-    threads: int = key(0, 'CPU threads; 0 leaves the default')
-    json: bool = key(False, 'also print one JSON object as the last line')
 
     def check(self):
-        for name in ('rounds', 'batch_size', 'vocab_size', 'prompt', 'tokens'):
-            if getattr(self, name) < 1:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
         if self.prompt + self.tokens > self.block_size:
             raise ConfigError(f'prompt={self.prompt} and tokens={self.tokens} do not fit block_size={self.block_size}.')
-        GPTConfig(**{k: v for k, v in asdict(self).items() if k in GPTConfig.__dataclass_fields__}).check()
+        self.model_config().check()
 
 
 def decoding_variants(n_layer):
     """The architectures of one size: a T2MLR span of a fifth of the layers in the middle, LRT's source at 0.6 of the depth."""
-    start, span, source = round(0.4 * n_layer), max(1, n_layer // 5), round(0.6 * n_layer)
+    l_start, span, source = round(0.4 * n_layer), max(1, n_layer // 5), min(round(0.6 * n_layer), n_layer - 1)
     return {
         'plain': {},
-        't2mlr': {'recurrence': 't2mlr', 'l_start': start, 'l_end': start + span - 1, 'gamma_init': 0.1},
+        't2mlr': {'recurrence': 't2mlr', 'l_start': l_start, 'l_end': l_start + span - 1, 'gamma_init': 0.1},
         'lrt_shared': {'recurrence': 'lrt', 'source_layer': source},
         'lrt_layerwise': {'recurrence': 'lrt', 'source_layer': source, 'memory_projection': 'layerwise'},
     }
@@ -305,16 +337,13 @@ def decoding_variants(n_layer):
 
 @torch.inference_mode()
 def bench_decode(bench):
-    """Milliseconds a token, one forward each. The floors: the operations, and the weights that a token reads, which bind a
-    single sequence; both as ratios to the plain transformer's."""
-    if bench.threads:
-        torch.set_num_threads(bench.threads)
-    device = pick_device(bench.device)
+    """Milliseconds a token, one forward each, beside the floor, the operations, and the weights that a token reads, which bind
+    a single sequence; all but the first as ratios to the plain transformer's."""
+    device = start(bench)
     token = torch.zeros(bench.batch_size, 1, dtype=torch.long, device=device)
     calls, floors, weights = {}, {}, {}
     for name, variant in decoding_variants(bench.n_layer).items():
-        shape = {k: v for k, v in asdict(bench).items() if k in GPTConfig.__dataclass_fields__}
-        model = build(GPTConfig(**shape | variant)).to(device).eval()
+        model = build(bench.model_config(**variant)).to(device).eval()
         if bench.compile:
             model.compile_token()
         state = model.new_state(bench.batch_size)
@@ -329,148 +358,111 @@ def bench_decode(bench):
 
         calls[name] = call
     found = compare(measure(calls, bench.rounds, device), 'plain')
-    print(f'{"variant":<16}{"ms/token":>10}{"ratio":>8}{"operations":>12}{"weights":>9}')
     for name, row in found.items():
         row['ms'] = round(row['ms'] / bench.tokens, 3)
         row['floor'], row['weights'] = round(floors[name], 3), round(weights[name] / weights['plain'], 3)
-        print(f'{name:<16}{row["ms"]:>10.2f}{row["ratio"]:>8.3f}{row["floor"]:>12.3f}{row["weights"]:>9.3f}')
+    show(found, ms='.2f', ratio='.3f', floor='.3f', weights='.3f')
     return found
 
 
 @dataclass
-class PrefillBench:
+class PrefillBench(TimedBench):
     ckpt: str = key('', 'checkpoint of a recurrent text model; empty measures fresh models, which converge sooner')
     n_layer: int = key(12, 'layers of a fresh model')
     n_embd: int = key(256, 'width of a fresh model')
     n_head: int = key(4, 'heads of a fresh model')
-    prompt: int = key(256, 'tokens of the prompt')
-    jacobi_tol: float = key(1e-4, 'passes end when the span moves by less than this share')
-    rounds: int = key(3, 'rounds; the medians are reported')
-    device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
-    threads: int = key(0, 'CPU threads; 0 leaves the default')
-    json: bool = key(False, 'also print one JSON object as the last line')
+    prompt: int = key(256, 'tokens of the prompt', bounds=(1, 10**7))
+    jacobi_tol: float = key(1e-4, 'passes end when the span moves by less than this share', bounds=(0, math.inf))
+    rounds: int = key(3, 'rounds; the medians are reported', bounds=(1, 10**6))
 
     def check(self):
-        for name in ('n_layer', 'n_embd', 'n_head', 'prompt', 'rounds'):
-            if getattr(self, name) < 1:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
-        SampleConfig(jacobi_tol=self.jacobi_tol, threads=self.threads).check()
+        self.model_config(block_size=self.prompt).check()
 
 
 @torch.inference_mode()
 def bench_prefill(bench):
     """Milliseconds for a prompt, token by token and in parallel; the passes; and how far the logits after it lie apart."""
-    if bench.threads:
-        torch.set_num_threads(bench.threads)
-    device = pick_device(bench.device)
-    models, tokens = {}, torch.randint(256, (1, bench.prompt), generator=torch.Generator().manual_seed(0))
+    device, found = start(bench), {}
+    tokens = torch.randint(256, (1, bench.prompt), generator=torch.Generator().manual_seed(0))
     if bench.ckpt:
         model, checkpoint = load_model(find_checkpoint(bench.ckpt), device)
         name = model.config.recurrence
         if name == 'none' or checkpoint['meta']['kind'] != 'text' or bench.prompt > model.config.block_size:
+            has = f'recurrence={name} and a context of {model.config.block_size}'
             raise ConfigError(
-                f'ckpt={bench.ckpt} must be a recurrent text model with a context of {bench.prompt} tokens or more; it has '
-                f'recurrence={name} and a context of {model.config.block_size}.'
+                f'ckpt={bench.ckpt} must be a recurrent text model that fits prompt={bench.prompt}; it has {has}.'
             )
         tokens = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val')[: bench.prompt].astype('int64'))[None]
-        models[name] = model
+        models = {name: model}
     else:
-        shape = dict(vocab_size=257, block_size=bench.prompt, n_layer=bench.n_layer, n_embd=bench.n_embd, n_head=bench.n_head)
-        variants = decoding_variants(bench.n_layer)
-        models = {n: build(GPTConfig(**shape | v)).to(device).eval() for n, v in variants.items() if v}
-    tokens, found = tokens.to(device), {}
-    print(f'{"variant":<16}{"exact, ms":>11}{"jacobi, ms":>12}{"speed-up":>10}{"passes":>8}{"difference":>12}')
+        shape, variants = {'vocab_size': 257, 'block_size': bench.prompt}, decoding_variants(bench.n_layer)
+        models = {name: build(bench.model_config(**shape | v)).to(device).eval() for name, v in variants.items() if v}
+    tokens = tokens.to(device)
     for name, model in models.items():
-        ways = {
-            how: SampleConfig(prefill=how, prefill_chunk=bench.prompt, jacobi_tol=bench.jacobi_tol)
-            for how in ('exact', 'jacobi')
-        }
-        last = {}
 
-        def read(how, model=model, ways=ways, last=last):
-            last[how] = prefill(model, model.new_state(1), tokens, ways[how])
+        def read(how, model=model):
+            way = SampleConfig(prefill=how, prefill_chunk=bench.prompt, jacobi_tol=bench.jacobi_tol)
+            return prefill(model, model.new_state(1), tokens, way)
 
-        rows = compare(measure({how: functools.partial(read, how) for how in ways}, bench.rounds, device), 'jacobi')
-        difference = (last['exact'][0] - last['jacobi'][0]).abs().max().item()
-        row = {'exact_ms': rows['exact']['ms'], 'jacobi_ms': rows['jacobi']['ms'], 'speed_up': rows['exact']['ratio']}
-        found[name] = row | {'passes': last['jacobi'][1], 'difference': difference}
-        print(
-            f'{name:<16}{row["exact_ms"]:>11.1f}{row["jacobi_ms"]:>12.1f}{row["speed_up"]:>10.1f}{last["jacobi"][1]:>8}'
-            f'{difference:>12.1e}'
-        )
+        calls = {how: functools.partial(read, how) for how in ('exact', 'jacobi')}
+        row = compare(measure(calls, bench.rounds, device), 'jacobi')
+        found[name] = {'exact_ms': row['exact']['ms'], 'jacobi_ms': row['jacobi']['ms'], 'speed_up': row['exact']['ratio']}
+        (exact, _), (parallel, passes) = (call() for call in calls.values())
+        found[name] |= {'passes': passes, 'difference': (exact - parallel).abs().max().item()}
+    show(found, exact_ms='.1f', jacobi_ms='.1f', speed_up='.1f', passes='d', difference='.1e')
     return found
 
 
 @dataclass
-class DataBench:
+class DataBench(Bench):
     data_dir: str = key('data/stdlib', 'dataset')
     config: str = key('config/text_transformer.py', 'run whose batches are drawn and whose training step is timed')
-    batches: int = key(200, 'batches to draw')
-    rounds: int = key(5, 'training steps to time; the median counts')
-    json: bool = key(False, 'also print one JSON object as the last line')
-
-    def check(self):
-        for name in ('batches', 'rounds'):
-            if getattr(self, name) < 1:
-                raise ConfigError(f'{name}={getattr(self, name)} must be at least 1.')
+    batches: int = key(200, 'batches to draw', bounds=(1, 10**7))
+    rounds: int = key(5, 'training steps to time; the median counts', bounds=(1, 10**6))
 
 
 def bench_data(bench):
     """Tokens a second of the loader in one process, and of a training step on the same batches."""
-    given = {k: v for k, v in read_file(bench.config).items() if k in TrainConfig.__dataclass_fields__}
-    config = TrainConfig(**given | {'data_dir': bench.data_dir})
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    data = Dataset(bench.data_dir)
+    config = parse(TrainConfig, [bench.config, f'--data_dir={bench.data_dir}'], 'python bench.py data')
+    data, device = Dataset(bench.data_dir), start(config)
     config.vocab_size = data.fit(config)
     T = data.length('train', config.block_size)
     begin = time.perf_counter()
     for step in range(bench.batches):
-        x, y, mask = data.batch('train', data.rows('train', config.seed, step, config.batch_size, T), T)
-    loader = bench.batches * x.numel() / (time.perf_counter() - begin)
-    device = pick_device(config.device)
+        batch = data.batch('train', data.rows('train', config.seed, step, config.batch_size, T), T)
+    tokens = batch[0].numel()
+    loader = bench.batches * tokens / (time.perf_counter() - begin)
     model = build(config).to(device)
     optimizers = make_optimizers(model, config, device)
 
     def step():
-        model(x.to(device), y.to(device), config, None if mask is None else mask.to(device))[0].backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        take_step(model, optimizers, config, *(None if t is None else t.to(device) for t in batch))
 
-    seconds = statistics.median(measure({'step': step}, bench.rounds, device)['step'])
-    found = {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(x.numel() / seconds)}
-    found['ratio'] = round(loader * seconds / x.numel(), 1)
-    print(f'loader {loader:,.0f} tokens/s, training {x.numel() / seconds:,.0f} tokens/s: {found["ratio"]} times')
+    training = tokens / measure({'step': step}, bench.rounds, device)['step']
+    found = {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(training)}
+    found['ratio'] = round(loader / training, 1)
+    print(f'loader {loader:,.0f} tokens/s, training {training:,.0f} tokens/s: {found["ratio"]} times')
     return found
 
 
-@dataclass
-class ConfigsBench:
-    json: bool = key(False, 'also print one JSON object as the last line')
-
-    def check(self):
-        pass
-
-
 def bench_configs(bench):
-    """One row a config: parameters, the recurrence's share, operations as multiples of the plain transformer's."""
-    found = {}
-    print('| config | parameters | recurrence | training step | decoded token |')
-    print('| --- | ---: | ---: | ---: | ---: |')
-    for path in sorted(glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', '*.py'))):
-        given = {k: v for k, v in read_file(path).items() if k in TrainConfig.__dataclass_fields__}
-        config = TrainConfig(**given, dry_run=True)
-        if not config.vocab_size:  # its data decides
-            continue
+    """One row a config: parameters, the recurrence's share, operations as multiples of the plain transformer's. Where the data
+    decide the vocabulary, that of bytes stands in, in brackets."""
+    found, rows = {}, []
+    for path in sorted(Path(__file__).parent.glob('config/*.py')):
+        config = parse(TrainConfig, [str(path), '--dry_run=True'], 'python bench.py configs')
+        stated, config.vocab_size = config.vocab_size, config.vocab_size or 257
         with torch.device('meta'):
             model = build(config)
         parts, flops = count_parameters(model), count_flops(model, config, config.block_size)
-        total, name = sum(parts.values()), os.path.basename(path)[: -len('.py')]
+        total = sum(parts.values())
         share = parts.get('recurrence', 0) / total
         step, decode = flops['step'] / flops['plain_step'], flops['decode'] / flops['plain_forward']
-        found[name] = {'total_parameters': total, 'recurrence_share': share, 'step_flops_ratio': step, 'decode_ratio': decode}
-        print(f'| `{name}` | {total:,} | {share:.2%} | {step:.2f} | {decode:.3f} |')
+        found[path.stem] = {'vocab_size': config.vocab_size, 'total_parameters': total, 'recurrence_share': share}
+        found[path.stem] |= {'step_flops_ratio': step, 'decode_ratio': decode}
+        vocabulary = f'{stated:,}' if stated else f'({config.vocab_size})'
+        rows.append([f'`{path.stem}`', vocabulary, f'{total:,}', f'{share:.2%}', f'{step:.2f}', f'{decode:.3f}'])
+    print_markdown(['config', 'vocabulary', 'parameters', 'recurrence', 'training step', 'decoded token'], rows)
     return found
 
 
@@ -481,7 +473,7 @@ BENCHES = {
     'decode': (DecodeBench, bench_decode),
     'prefill': (PrefillBench, bench_prefill),
     'data': (DataBench, bench_data),
-    'configs': (ConfigsBench, bench_configs),
+    'configs': (Bench, bench_configs),
 }
 
 
@@ -490,7 +482,7 @@ def main(argv):
         if argv in ([], ['--help'], ['-h']):
             print(__doc__)
             raise SystemExit(0)
-        raise fail(f'{argv[0]} is not a benchmark; choose from {", ".join(BENCHES)}.')
+        raise fail(f'{argv[0]} is not a benchmark; {nearest(argv[0], BENCHES)}')
     config_class, run = BENCHES[argv[0]]
     config = parse(config_class, argv[1:], f'python bench.py {argv[0]} [--key=value ...]')
     with reporting():

@@ -34,8 +34,8 @@ from tqdm import tqdm
 from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, Schedule, count_flops, count_parameters
 from prepare_data import encode
-from sample import SampleConfig, check_bounds, complete, find_checkpoint, load, prompt_recurs
-from train import Dataset, TrainConfig, pick_device, same_tokens
+from sample import SampleConfig, complete, find_checkpoint, load, prompt_recurs, start
+from train import Dataset, TrainConfig, same_tokens
 
 
 @dataclass
@@ -43,8 +43,8 @@ class EvalConfig:
     ckpt: str = key('', 'checkpoint, or the folder of a ckpt.pt; several joined by commas; empty takes the newest under out/')
     data_dir: str = key('', 'dataset; empty takes the one it was trained on')
     split: str = key('', 'train, val or test; empty takes val for text and test for tasks')
-    batch_size: int = key(64, 'sequences at a time')
-    max_batches: int = key(0, 'batches at most; 0 takes the whole split')
+    batch_size: int = key(64, 'sequences at a time', bounds=(1, 2**31))
+    max_batches: int = key(0, 'batches at most; 0 takes the whole split', bounds=(0, 2**31))
     passes: bool = key(False, 'text: also bits per byte of each pass of the training schedule')
     exact: str = key(
         'auto',
@@ -52,11 +52,9 @@ class EvalConfig:
         ('auto', 'sequential', 'jacobi'),
     )
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
-    threads: int = key(0, 'CPU threads; 0 leaves the default')
+    threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
     results: str = key('', 'tasks: write the accuracies at the longest trained length to this JSON file')
-    figure: str = key(
-        '', 'tasks: draw accuracy against position to this file; study of texts: bits per byte against operations'
-    )
+    figure: str = key('', 'draw to this file: accuracy against position; a study of texts: bits per byte against operations')
     study: str = key('', 'measure nothing; print the table of the results in this folder, NAME-SEED.json each')
     diagnose: bool = key(False, 'text: gates by layer, residuals by pass, and what a memory set to 0 does to later tokens')
     lm_eval: str = key('', 'tasks of the lm-eval harness, joined by commas; core is the CORE set with its centred average')
@@ -68,7 +66,13 @@ class EvalConfig:
     json: bool = key(False, 'also print one JSON object as the last line')
 
     def check(self):
-        check_bounds(self, batch_size=(1, 2**31), max_batches=(0, 2**31), threads=(0, 1024))
+        modes = [name for name in ('overview', 'curves', 'study', 'lm_eval', 'diagnose') if getattr(self, name)]
+        if len(modes) > 1:
+            raise ConfigError(f'{" and ".join(modes)} are measured or drawn apart; keep one.')
+        if modes and self.results or self.figure and (self.lm_eval or self.overview):
+            raise ConfigError(f'{"results" if self.results else "figure"} is not written with {modes[0]}; leave it out.')
+        if self.diagnose and self.figure and ',' in self.ckpt:
+            raise ConfigError(f'figure={self.figure} shows the diagnosis of one checkpoint, and ckpt names several; keep one.')
         if self.curves and not self.figure:
             raise ConfigError(f'curves={self.curves} needs figure, the file to draw to.')
         for name in ('results', 'figure', 'overview'):
@@ -99,10 +103,9 @@ class Kept:
     def __init__(self, path, identity):
         """path: that of the results, and `.part`. identity: all that they depend on, as JSON; its digest is in each line, as
         another evaluation may write to the same file meanwhile, and lines of another are passed over."""
-        self.path, self.found, text = path, {}, ''
+        self.path, self.found = path, {}
         self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        with contextlib.suppress(FileNotFoundError):
-            text = Path(path).read_text(encoding='utf-8', errors='replace')
+        text = Path(path).read_text(encoding='utf-8', errors='replace') if os.path.exists(path) else ''
         self.gap = '' if text[-1:] in ('', '\n') else '\n'  # behind a last line that was cut short
         for line in text.splitlines():
             with contextlib.suppress(ValueError, TypeError):
@@ -126,8 +129,7 @@ class Kept:
 
     def finish(self, results):
         """Writes the results, JSON, removes the file and returns them."""
-        with open(self.path.removesuffix('.part'), 'w', encoding='utf-8') as f:
-            json.dump(results, f, indent=1)
+        Path(self.path.removesuffix('.part')).write_text(json.dumps(results, indent=1), encoding='utf-8')
         Path(self.path).unlink(missing_ok=True)
         return results
 
@@ -297,8 +299,8 @@ def score_answers(model, data, split, config, kept):
 
 def nats(model, x, y, schedule, state=None):
     """-log p of the targets y (B, T) under `schedule`, behind `state` if there is one, in float64 on the CPU."""
-    logits = model(x, schedule=schedule, state=state)
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none').double().cpu().view(y.shape)
+    rows = zip(model(x, schedule=schedule, state=state), y, strict=True)  # at once they would take the logits' memory again
+    return torch.stack([F.cross_entropy(*row, reduction='none') for row in rows]).double().cpu()
 
 
 def score_text(model, data, split, schedule, config, kept):
@@ -354,8 +356,6 @@ def diagnose(model, data, split, config):
     channels, 'moved': |x - h| / |h| by Phi (T2MLR), 'residuals': largest relative change by Jacobi pass, 'carried':
     {k: nats that token t + k loses when the memory that token t reads is set to 0}}.
     """
-    if model.config.recurrence == 'none':
-        raise ConfigError('diagnose=True looks at a recurrence, and this checkpoint has none.')
     T = min(model.config.block_size, len(data.split(split)) - 1)
     starts = np.linspace(0, len(data.split(split)) - T - 1, config.batch_size).astype(int)
     x, y, _ = data.batch(split, starts, T, model.embed.weight.device)
@@ -515,10 +515,9 @@ def score_continuations(model, pairs, batch_size):
         chosen = order[low : low + batch_size]
         longest = len(rows[chosen[0]]) - 1
         padded = [rows[i][:-1] + [0] * (longest + 1 - len(rows[i])) for i in chosen]  # what follows changes nothing
-        p = model(torch.tensor(padded, device=device), schedule=exactly(longest)).double().log_softmax(-1)
-        for i, logp in zip(chosen, p, strict=True):
+        for i, logits in zip(chosen, model(torch.tensor(padded, device=device), schedule=exactly(longest)), strict=True):
             end, n = len(rows[i]) - 1, len(pairs[i][1])
-            target, logp = torch.tensor(rows[i][-n:], device=device)[:, None], logp[end - n : end]
+            target, logp = torch.tensor(rows[i][-n:], device=device)[:, None], logits[end - n : end].double().log_softmax(-1)
             found[i] = logp.gather(-1, target).sum().item(), bool((logp.argmax(-1, keepdim=True) == target).all())
     return found
 
@@ -617,49 +616,60 @@ def print_markdown(head, rows):
 
 
 def print_table(head, rows):
-    """Aligned columns; numbers below 1000 with as many decimals as mean something."""
-    cells = [[str(c) if isinstance(c, str | int) else f'{c:.4f}' for c in row] for row in [head, *rows]]
+    """Aligned columns; numbers below 1000 with as many decimals as mean something, and - for None, what was not measured."""
+    cells = [['-' if c is None else f'{c:.4f}' if isinstance(c, float) else str(c) for c in row] for row in [head, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     for row in cells:
         print('  '.join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))))
 
 
-@torch.no_grad()
-def evaluate(path, config):
-    """Measures one checkpoint: {'checkpoint', 'update', 'data', 'split'} and, for each schedule, what score_* returns."""
-    model, checkpoint = load(path, pick_device(config.device))
-    folder, meta, pretrained = os.path.dirname(path), checkpoint['meta'], path.startswith('hf:')
-    if config.lm_eval:
-        if meta['kind'] == 'task' and meta.get('aligned', True):
-            raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')
-        identity = {'checkpoint': path if pretrained else os.stat(path).st_mtime_ns, 'batch_size': config.batch_size}
-        kept = Kept(os.path.join('.' if pretrained else folder, 'eval-lm_eval.json.part'), identity)
-        lm = harness(model, meta, config.batch_size, kept, not pretrained)
-        return kept.finish({'checkpoint': path, 'lm_eval': run_harness(lm, config)})
-    if pretrained:
+def prepare(path, config):
+    """What an evaluation works on: the model, the checkpoint without its weights, the dataset (None for lm_eval) and its split.
+    Raises ConfigError for what cannot be measured or, as results or figure, summarised."""
+    if path.startswith('hf:') and not config.lm_eval:
         raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; data is for checkpoints of train.py.')
+    model, checkpoint = load(path, start(config))
+    if config.lm_eval:
+        if checkpoint['meta']['kind'] == 'task' and checkpoint['meta'].get('aligned', True):
+            raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')
+        return model, checkpoint, None, ''
     data = Dataset(config.data_dir or checkpoint['config']['data_dir'])
     split = config.split or ('val' if data.is_text else 'test')
     if split not in data.meta['splits']:
         raise ConfigError(f'split={split} is not in {data.folder}; choose from {", ".join(data.meta["splits"])}.')
     same_tokens(checkpoint, data)
-    if not data.is_text and data.longest[split] > model.config.block_size:
-        raise ConfigError(
-            f'{data.folder} holds examples of {data.longest[split]} tokens in {split}, more than the context of '
-            f'{model.config.block_size} that {path} was built for; train with a larger block_size.'
-        )
+    n, size = data.longest.get(split, 0), model.config.block_size
+    if n > size:
+        raise ConfigError(f'{split} of {data.folder} has {n} tokens a row, and {path} a context of {size}; train a longer one.')
+    if config.diagnose and not data.is_text:
+        raise ConfigError(f'diagnose=True reads texts, and {data.folder} is a task.')
+    if config.diagnose and model.config.recurrence == 'none':
+        raise ConfigError(f'diagnose=True looks at a recurrence, and {path} has none.')
+    if data.is_text and not config.diagnose and (config.results or config.figure):
+        raise ConfigError(f'results and figure summarise a task, and {path} is a text model; leave them out.')
+    return model, checkpoint, data, split
+
+
+@torch.no_grad()
+def evaluate(path, config):
+    """Measures one checkpoint: {'checkpoint', 'update', 'data', 'split'} and, for each schedule, what score_* returns."""
+    model, checkpoint, data, split = prepare(path, config)
+    folder, pretrained = os.path.dirname(path), path.startswith('hf:')
     if config.diagnose:
-        if not data.is_text:
-            raise ConfigError(f'diagnose=True reads texts, and {data.folder} is a task.')
         return {'checkpoint': path, **diagnose(model, data, split, config)}
+    identity = {'checkpoint': path if pretrained else os.stat(path).st_mtime_ns, 'batch_size': config.batch_size}
+    if config.lm_eval:
+        kept = Kept(os.path.join('.' if pretrained else folder, 'eval-lm_eval.json.part'), identity)
+        lm = harness(model, checkpoint['meta'], config.batch_size, kept, not pretrained)
+        return kept.finish({'checkpoint': path, 'lm_eval': run_harness(lm, config)})
     about = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
     about |= provenance(path, model, checkpoint, data)
     answers = data.meta.get('aligned', True) is False
-    trained = {} if data.is_text else meta.get('settings', {})  # of the training's dataset, not of this one
+    trained = {} if data.is_text else checkpoint['meta'].get('settings', {})  # of the training's dataset, not of this one
     if lengths := trained.get('depth' if answers else 'steps'):  # questions of a file have none to choose
         about['trained_length'] = max(int(n) for n in lengths.split('-'))
-    identity = {key: getattr(config, key) for key in ('batch_size', 'max_batches', 'passes', 'exact')}
-    identity |= {'checkpoint': os.stat(path).st_mtime_ns, 'data': data.meta['splits'][split]}
+    identity |= {name: getattr(config, name) for name in ('max_batches', 'passes', 'exact')}
+    identity['data'] = data.meta['splits'][split]
     kept = Kept(os.path.join(folder, f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json.part'), identity)
     if answers:
         return kept.finish(about | {'decoded': score_answers(model, data, split, config, kept)})
@@ -673,21 +683,23 @@ def provenance(path, model, checkpoint, data):
     config = TrainConfig(**checkpoint['config'])
     T = config.block_size if data.is_text else checkpoint['meta']['longest']['train']
     flops, tokens = count_flops(model, config, T), config.batch_size * T
-    seconds, last = 0.0, 0
+    seconds, last, revision = 0.0, 0, ''
     log = os.path.join(os.path.dirname(path), 'log.jsonl')
     with contextlib.suppress(FileNotFoundError), open(log, encoding='utf-8', errors='replace') as f:
         for line in f:
             with contextlib.suppress(ValueError, LookupError, TypeError, ZeroDivisionError):
                 values = json.loads(line)
                 seconds, last = seconds + (values['step'] - last) * tokens / values['tokens_per_s'], values['step']
-    git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
+    with contextlib.suppress(FileNotFoundError):  # a machine without git
+        git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
+        revision = git.stdout.strip()
     return {
         'settings': {k: v for k, v in asdict(config).items() if v != getattr(TrainConfig, k)},
         'parameters': sum(count_parameters(model).values()),
         'training_flops': flops['step'] * tokens * checkpoint['step'],
         'step_flops_ratio': flops['step'] / flops['plain_step'],
         'training_seconds': round(seconds, 3),
-        'revision': git.stdout.strip() or None,
+        'revision': revision or None,
         'data_sha256': {name: of['sha256'] for name, of in data.meta['splits'].items()},
         'machine': f'{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}',
     }
@@ -785,7 +797,7 @@ def report(found):
     columns = {f'{score} ({schedule})': of for schedule, scores in measured.items() for score, of in scores.items()}
     for by, label in (('by_position', 'step'), ('by_length', 'length'), ('last_by_length', 'length, last step')):
         lengths = next(iter(columns.values()))[by]
-        print_table([label, *columns], [[n, *(of[by].get(n, math.nan) for of in columns.values())] for n in lengths])
+        print_table([label, *columns], [[n, *(of[by].get(n) for of in columns.values())] for n in lengths])
         print()
     print_table(['all lengths', *columns], [['', *(of['all'] for of in columns.values())]])
 
@@ -832,28 +844,23 @@ def draw(results, path):
 
 
 def compare(results, config):
-    """The table, the file and the figure of checkpoints that were measured on one task; of others there are none."""
-    kinds = {tuple(summary(found)) for found in results.values()}
-    if len(kinds) > 1 or () in kinds:
-        if config.results or config.figure:
-            raise ConfigError('results and figure summarise one task, and there is a text model among these, or another task.')
-        return
+    """The table, the file and the figure of checkpoints that were measured on tasks of the same scores."""
+    summaries = {name: summary(found) for name, found in results.items()}
     if len(results) > 1:
         found = next(iter(results.values()))
         where = '' if 'decoded' in found else f' at the longest trained length, {found["trained_length"]} steps'
         print(f'\nexact decoding{where}')
-        print_table(['model', *summary(found)], [[name, *summary(of).values()] for name, of in results.items()])
+        columns = list(dict.fromkeys(column for of in summaries.values() for column in of))
+        rows = [[name, *(of.get(column) for column in columns)] for name, of in summaries.items()]
+        print_table(['model', *columns], rows)
     if config.results:
-        with open(config.results, 'w', encoding='utf-8') as f:
-            json.dump({name: summary(found) for name, found in results.items()}, f, indent=2)
+        Path(config.results).write_text(json.dumps(summaries, indent=2), encoding='utf-8')
     if config.figure:
         draw(results, config.figure)
 
 
 def main(argv):
     config = parse(EvalConfig, argv, 'python eval.py [--key=value ...]')
-    if config.threads:
-        torch.set_num_threads(config.threads)
     with reporting():
         if config.overview:
             return draw_overview(config.overview)
@@ -861,8 +868,12 @@ def main(argv):
             return draw_curves(config.curves.split(','), config.figure)
         if config.study:
             return report_study(read_study(config.study), config)
-        results = {}
-        paths = [find_checkpoint(part.strip()) for part in config.ckpt.split(',')]
+        paths, results, tasks = [find_checkpoint(part.strip()) for part in config.ckpt.split(',')], {}, set()
+        for path in paths if len(paths) > 1 else ():  # what cannot be is refused before hours go into the first
+            _, _, data, _ = prepare(path, config)
+            tasks.add((data.is_text, *data.scores) if data else None)
+        if len(tasks) > 1 and (config.results or config.figure):
+            raise ConfigError('results and figure summarise one task, and these checkpoints are of several; leave them out.')
         names = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
         for path, name in zip(paths, names if len(set(names)) == len(names) else paths, strict=True):
             results[name] = found = evaluate(path, config)
@@ -870,7 +881,7 @@ def main(argv):
                 report_diagnosis(found, config.figure)
             elif not config.lm_eval:
                 report(found)
-        if not config.diagnose and not config.lm_eval:
+        if not config.diagnose and not config.lm_eval and len(tasks) < 2 and summary(found):
             compare(results, config)
         if config.json:
             print(json.dumps(results if len(results) > 1 else found))

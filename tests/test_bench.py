@@ -23,11 +23,11 @@ def measured(capsys, *argv):
 
 
 def test_the_table_of_configs(capsys):
-    """One row each; the sizes that the papers and the checkpoints publish."""
+    """One row each; the sizes that the papers and the checkpoints publish; where the data decide the vocabulary, 257 tokens."""
     found, out = measured(capsys, 'configs')
-    sized = [*ROOT.glob('config/*_*[LM].py'), *ROOT.glob('config/retrofit_*.py')]
-    assert {p.stem for p in sized} <= set(found) and len(found) == 21
-    assert all(f'`{name}`' in out for name in found)
+    assert set(found) == {p.stem for p in ROOT.glob('config/*.py')} and all(f'`{name}`' in out for name in found)
+    assert '| `text_lrt` | (257) |' in out and found['text_lrt']['vocab_size'] == 257
+    assert '| `lrt_20L` | 32,768 |' in out and found['lrt_20L']['vocab_size'] == 32768
     assert found['transformer_135M']['total_parameters'] == 134_515_008
     assert 0.0025 <= found['lrt_20L']['recurrence_share'] <= 0.0035
     for name, low, high in (
@@ -49,6 +49,15 @@ def test_training_steps(capsys, more):
     assert all(set(v) == {'ms', 'ratio', 'floor'} and v['ratio'] > 0 for v in found.values())
     assert found['plain']['ratio'] == found['plain']['floor'] == 1
     assert all(v['floor'] > 1 for name, v in found.items() if name not in ('plain', 'textbook'))
+
+
+def test_the_start_of_compiled_steps(capsys):
+    """Each variant compiles in a process of its own: none is quicker for what another has left behind."""
+    small = ['--n_layer=2', '--n_embd=16', '--n_head=2', '--block_size=12', '--batch_size=2', '--l_start=1', '--l_end=1']
+    argv = ['train', *small, '--source_layer=1', '--rounds=1', '--device=cpu', '--compile', '--only=t2mlr_2_2']
+    found, out = measured(capsys, *argv)
+    assert list(found) == ['plain', 't2mlr_2_2'] and 'start_s' in out
+    assert all(row['start_s'] > 1 and set(row) == {'ms', 'ratio', 'floor', 'start_s'} for row in found.values())
 
 
 def test_scaling(capsys):
@@ -102,6 +111,9 @@ def test_decoding(capsys):
     assert 1 < found['lrt_shared']['weights'] < found['lrt_layerwise']['weights']
     assert bench.decoding_variants(20)['t2mlr']['l_start'] == 8 and bench.decoding_variants(20)['t2mlr']['l_end'] == 11
     assert bench.decoding_variants(20)['lrt_shared']['source_layer'] == 12
+    for n in range(1, 30):  # whatever the depth, all can be built
+        for variant in bench.decoding_variants(n).values():
+            bench.DecodeBench(n_layer=n).model_config(**variant).check()
 
 
 def test_prefill(capsys):
@@ -156,10 +168,14 @@ def test_the_floor_is_the_count_of_operations(capsys):
 @pytest.mark.parametrize(
     'argv, says',
     [
-        (['nonsense'], 'choose from train'),
+        (['nonsense'], 'choose from: train'),
         (['train', '--rounds=0'], 'rounds=0'),
         (['train', '--only=t2mlr_9_9'], 'only=t2mlr_9_9'),
         (['train', '--n_embd=30'], 'n_embd=30'),
+        (['decode', '--batch_size=0'], 'batch_size=0'),
+        (['prefill', '--n_layer=0'], 'n_layer=0'),
+        (['prefill', '--ckpt=nowhere'], 'no checkpoint nowhere'),
+        (['data', '--config=config/nowhere.py'], 'nowhere.py'),
         (['train', '--nonsense=1'], 'nonsense'),
         (['configs', 'train'], 'train'),
         (['scaling', '--batch_size=6'], 'batch_size=6'),

@@ -149,6 +149,16 @@ def test_several_checkpoints_make_one_table_a_file_and_a_figure(runs, capsys, tm
     assert (tmp_path / 'a.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
 
 
+def test_a_length_that_is_not_measured_is_a_dash(runs, capsys, tmp_path):
+    """Where no example of the few that are measured has the longest trained length, the table says so."""
+    both = ','.join(str(runs['task', name]) for name in ('transformer', 'lrt'))
+    limits = ['--batch_size=1', '--max_batches=1']
+    arrays = Dataset(str(runs['task', 'lrt'].parent / 'task')).split('test')
+    assert arrays['steps'][0] != 3
+    found, out = measured(capsys, f'--ckpt={both}', *limits, f'--results={tmp_path}/r.json', f'--figure={tmp_path}/f.png')
+    assert out.count(' -  ') and json.loads((tmp_path / 'r.json').read_text())['task-lrt']['state'] is None
+
+
 def test_what_cannot_be_measured_is_one_sentence(runs, capsys, tmp_path, monkeypatch):
     task, text = runs['task', 't2mlr'], runs['text', 't2mlr']
     monkeypatch.chdir(tmp_path)
@@ -176,6 +186,12 @@ def test_a_dataset_that_the_model_cannot_read(runs, capsys, tmp_path):
         assert 'names differs' in refused(capsys, f'--ckpt={task}', f'--data_dir={tmp_path}/{other}')
     text = str(runs['text', 'lrt'].parent / 'text')
     assert 'kind differs' in refused(capsys, f'--ckpt={task}', f'--data_dir={text}')
+
+
+def test_a_machine_without_git(runs, capsys, monkeypatch):
+    monkeypatch.setenv('PATH', '')
+    found, _ = measured(capsys, f'--ckpt={runs["task", "lstm"]}', '--max_batches=1')
+    assert found['revision'] is None and found['training_seconds'] > 0
 
 
 def test_checkpoints_of_equal_folder_names_stay_apart(runs, capsys, tmp_path):
@@ -223,6 +239,39 @@ def test_files_to_write_are_checked_before_anything_is_measured(runs, capsys, tm
     task = f'--ckpt={runs["task", "lrt"]}'
     for given in (f'results={tmp_path}/none/r.json', f'figure={tmp_path}/none/f.png', f'results={tmp_path}', 'figure=x.zzz'):
         assert given.partition('=')[0] + '=' in refused(capsys, task, f'--{given}')
+
+
+def test_what_cannot_be_is_refused_before_anything_is_measured(runs, capsys, tmp_path, monkeypatch):
+    """Of one checkpoint or of several, whichever of them is wrong."""
+    task, text = (f'{runs[kind, "lrt"]}' for kind in ('task', 'text'))
+    sizes = ['--n_train=20', '--n_val=10', '--n_test=10', '--retrieval=False']
+    prepare_data.main(['s5', '--group=3', '--steps=1-3', *sizes, f'--out={tmp_path}/state'])
+    one = BASE | {
+        'block_size': 64,
+        'max_steps': 1,
+        'warmup_steps': 0,
+        'data_dir': f'{tmp_path}/state',
+        'out_dir': f'{tmp_path}/run',
+    }
+    train(TrainConfig(**one))
+    monkeypatch.setattr(GPT, 'forward', None)
+    monkeypatch.chdir(tmp_path)
+    for argv, says in (
+        ([f'--ckpt={text}', '--figure=f.png'], 'is a text model'),
+        ([f'--ckpt={task},{text}', '--figure=f.png'], 'is a text model'),
+        ([f'--ckpt={task},{tmp_path}/run', '--results=r.json'], 'are of several'),
+        ([f'--ckpt={task},nowhere'], 'no checkpoint nowhere'),
+        ([f'--ckpt={text},{task}', '--split=test'], 'split=test'),
+        ([f'--ckpt={text},{runs["text", "transformer"]}', '--diagnose'], 'has none'),
+        ([f'--ckpt={text},{text}', '--diagnose', '--figure=f.png'], 'keep one'),
+        ([f'--ckpt={text},{task}', '--lm_eval=piqa'], 'needs a text model'),
+        ([f'--ckpt={text}', '--lm_eval=piqa', '--diagnose'], 'lm_eval and diagnose'),
+        ([f'--ckpt={text}', '--lm_eval=piqa', '--figure=f.png'], 'figure is not written'),
+        (['--study=results', '--results=r.json'], 'results is not written'),
+        (['--ckpt=hf:nowhere'], 'which lm_eval measures'),
+    ):
+        assert says in refused(capsys, *argv)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['run', 'state']
 
 
 def test_a_stream_with_nothing_to_score(runs, capsys, tmp_path):

@@ -344,7 +344,16 @@ def test_the_newest_checkpoint_is_taken(tmp_path, monkeypatch, capsys, untrained
         os.utime(folder / 'ckpt.pt', (i, i))
         assert find_checkpoint('') == f'out/{name}/ckpt.pt'
         assert f'update {i}' in said(capsys, '--max_tokens=3').err
-    assert find_checkpoint('out/b') == 'out/b/ckpt.pt' and find_checkpoint('x.pt') == 'x.pt'
+    assert find_checkpoint('out/b') == 'out/b/ckpt.pt' and find_checkpoint('out/b/ckpt.pt') == 'out/b/ckpt.pt'
+    assert find_checkpoint('hf:x') == 'hf:x'
+    for name, file in (
+        ('c', 'c'),
+        ('out', 'out/ckpt.pt'),
+        ('out/b/best.pt', 'out/b/best.pt'),
+    ):  # says what is there, newest first
+        assert f'no checkpoint {file}; the newest under out/: out/c [x], out/a/deep, out/b.' in refused(
+            capsys, f'--ckpt={name}'
+        )
 
 
 def test_prompts_from_a_file_and_from_standard_input(tmp_path, monkeypatch, capsys, overfit):
@@ -354,7 +363,8 @@ def test_prompts_from_a_file_and_from_standard_input(tmp_path, monkeypatch, caps
     monkeypatch.setattr('sys.stdin', io.StringIO(SENTENCE[:12]))
     assert said(capsys, ckpt, '--prompt_file=-', '--temperature=0').out == SENTENCE + '\n'
     assert 'keep one' in refused(capsys, ckpt, '--prompt=a', '--prompt_file=-')
-    assert 'cannot be read' in refused(capsys, ckpt, f'--prompt_file={tmp_path}/none.txt')
+    err = refused(capsys, ckpt, f'--prompt_file={tmp_path}/none.txt')
+    assert 'cannot be read: No such file' in err and err.count('none.txt') == 1
     (tmp_path / 'binary').write_bytes(b'\xff\xfe\x00')
     assert 'cannot be read' in refused(capsys, ckpt, f'--prompt_file={tmp_path}/binary')
 
