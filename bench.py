@@ -97,6 +97,24 @@ VARIANTS = {
 }
 
 
+PEAK = {  # dense bfloat16 operations a second of a GPU, from its data sheet, by what its name contains
+    'B200': 2250e12,
+    'H200': 989e12,
+    'H100 PCIe': 756e12,
+    'H100': 989e12,
+    'A100': 312e12,
+    'L40S': 362e12,
+    'RTX 4090': 165e12,
+}
+
+
+def speed(tokens, flops, seconds, device):
+    """Tokens a second of a step, and on a GPU of PEAK the share of its operations a second that the count makes (MFU)."""
+    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else ''
+    peak = next((peak for part, peak in PEAK.items() if part in name), None)
+    return {'tokens_s': round(tokens / seconds)} | ({'mfu': round(flops / seconds / peak, 4)} if peak else {})
+
+
 def synchronize(device):
     if device.startswith('cuda'):
         torch.cuda.synchronize()
@@ -235,17 +253,19 @@ def first_step(bench, variant):
 
 
 def bench_train(bench):
-    """Milliseconds of a step, beside what the operations allow; compiled, also what the first step takes longer."""
+    """Milliseconds of a step, beside what the operations allow, and its speed; compiled, also what the first takes longer."""
     device, names, first = start(bench), chosen_variants(bench), {}
     for name in tqdm(names, desc='first steps', leave=False, disable=None) if bench.compile else ():
         first[name] = apart(first_step, bench, name)
     steps = {name: training_step(bench, name, device) for name in names}
-    found = compare(measure({name: step for name, (step, *_) in steps.items()}, bench.rounds, device), 'plain')
+    seconds = measure({name: step for name, (step, *_) in steps.items()}, bench.rounds, device)
+    found = compare(seconds, 'plain')
     for name, row in found.items():
-        row['floor'] = round(steps[name][1], 3)
+        _, floor, flops = steps[name]
+        row |= {'floor': round(floor, 3)} | speed(bench.batch_size * bench.block_size, flops, seconds[name], device)
         if bench.compile:
             row['start_s'] = round(first[name] - row['ms'] / 1e3, 1)
-    show(found, ms='.1f', ratio='.2f', floor='.2f', start_s='.1f')
+    show(found, ms='.1f', ratio='.2f', floor='.2f', tokens_s=',', mfu='.1%', start_s='.1f')
     if bench.profile:
         for name, (step, *_) in steps.items():
             with torch.profiler.profile() as profile:

@@ -46,9 +46,16 @@ def test_training_steps(capsys, more):
     small = ['--n_layer=3', '--n_embd=16', '--n_head=2', '--block_size=12', '--batch_size=2', '--l_start=1', '--l_end=1']
     found, out = measured(capsys, 'train', *small, '--source_layer=1', '--rounds=2', '--device=cpu', *more)
     assert list(found) == list(bench.VARIANTS)
-    assert all(set(v) == {'ms', 'ratio', 'floor'} and v['ratio'] > 0 for v in found.values())
+    assert all(set(v) == {'ms', 'ratio', 'floor', 'tokens_s'} and v['ratio'] > 0 for v in found.values())
     assert found['plain']['ratio'] == found['plain']['floor'] == 1
     assert all(v['floor'] > 1 for name, v in found.items() if name not in ('plain', 'textbook'))
+
+
+def test_the_share_of_a_gpus_operations(monkeypatch):
+    assert bench.speed(1000, 1e12, 0.5, 'cpu') == {'tokens_s': 2000}
+    for name, mfu in (('NVIDIA H200', 0.5), ('NVIDIA H100 PCIe', 0.6541), ('NVIDIA H100 80GB HBM3', 0.5), ('Tesla T4', None)):
+        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device, name=name: name)
+        assert bench.speed(1000, 989e12, 2.0, 'cuda').get('mfu') == mfu
 
 
 def test_the_start_of_compiled_steps(capsys):
@@ -57,7 +64,7 @@ def test_the_start_of_compiled_steps(capsys):
     argv = ['train', *small, '--source_layer=1', '--rounds=1', '--device=cpu', '--compile', '--only=t2mlr_2_2']
     found, out = measured(capsys, *argv)
     assert list(found) == ['plain', 't2mlr_2_2'] and 'start_s' in out
-    assert all(row['start_s'] > 1 and set(row) == {'ms', 'ratio', 'floor', 'start_s'} for row in found.values())
+    assert all(row['start_s'] > 1 and set(row) == {'ms', 'ratio', 'floor', 'tokens_s', 'start_s'} for row in found.values())
 
 
 def test_scaling(capsys):
