@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from configurator import ConfigError, check_keys, key
+from configurator import ConfigError, check_keys, explaining, key
 
 
 @dataclass
@@ -930,15 +930,10 @@ def pretrained_folder(name):
         return name
     try:
         from huggingface_hub import snapshot_download
-
-        return snapshot_download(name, allow_patterns=['*.json', '*.jinja', '*.safetensors'])
     except ImportError:
         raise ConfigError(f'{name} is no folder, and the hub needs an extra; pip install huggingface_hub.') from None
-    except Exception as e:
-        raise ConfigError(
-            f'{name} is neither a folder nor a model that the hub gives ({type(e).__name__}); name a folder with a config.json '
-            f'and safetensors files.'
-        ) from None
+    with explaining(f'{name} is neither a folder nor a model that the hub gives', 'name a folder of the transformers library'):
+        return snapshot_download(name, allow_patterns=['*.json', '*.jinja', '*.safetensors'])
 
 
 OURS = 'latent-memory'  # model_type of a folder that only this code loads
@@ -951,9 +946,9 @@ def pretrained_config(name, block_size):
     Raises ConfigError for what the Llama family here cannot express, by name; nothing that the config.json states is assumed.
     """
     folder = pretrained_folder(name)
-    try:
-        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
-            c = json.load(f)
+    path = os.path.join(folder, 'config.json')
+    with explaining(f'{path} cannot be read', 'take a folder of the transformers library'), open(path, encoding='utf-8') as f:
+        c = json.load(f)
         if c['model_type'] == OURS:
             own = asdict(GPTConfig(**c['settings']))
             return own | {'block_size': min(block_size, own['block_size']), 'rope_scaling': tuple(own['rope_scaling'])}
@@ -992,8 +987,6 @@ def pretrained_config(name, block_size):
             'value_embeddings': 'none',
             'positional': 'rope',
         }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        raise ConfigError(f'{folder}/config.json cannot be read ({type(e).__name__}: {e}).') from None
 
 
 def hub_config(c):
@@ -1053,7 +1046,7 @@ def load_pretrained(model, name):
     except ImportError:
         raise ConfigError('a pretrained checkpoint needs an extra; pip install safetensors.') from None
     folder, wanted = pretrained_folder(name), dict(model.named_parameters())
-    try:
+    with explaining(f'the weights in {folder} cannot be read', 'fetch them again'):
         with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
             if json.load(f)['model_type'] != OURS:
                 wanted = {theirs: wanted[ours] for ours, theirs in hub_names(wanted).items()}
@@ -1069,10 +1062,6 @@ def load_pretrained(model, name):
                     if tensor.shape != p.shape:
                         raise ConfigError(f'{file} holds {key_} of shape {tuple(tensor.shape)}, not {tuple(p.shape)}.')
                     p.copy_(tensor)
-    except ConfigError:
-        raise
-    except Exception as e:
-        raise ConfigError(f'the weights in {folder} cannot be read ({type(e).__name__}: {e}); fetch them again.') from None
     if wanted:
         raise ConfigError(
             f'{folder} lacks {len(wanted)} tensors, the first of them {sorted(wanted)[0]}; a file may be missing.'

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, parse, reporting, show
+from configurator import ConfigError, explaining, fail, key, parse, reporting, show
 from model import (
     SEQUENTIAL,
     GPTConfig,
@@ -207,9 +207,13 @@ class Dataset:
     def __init__(self, folder):
         """Raises ConfigError when the folder holds no dataset."""
         self.folder = folder
-        try:
-            with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as f:
-                self.meta = json.load(f)
+        path = os.path.join(folder, 'meta.json')
+        if not os.path.exists(path):
+            raise ConfigError(
+                f'data_dir={folder} holds no dataset; make one with prepare_data.py (without arguments it lists them).'
+            )
+        with explaining(f'{path} cannot be read', 'make the dataset again with prepare_data.py'), open(path, 'rb') as f:
+            self.meta = json.load(f)
             self.is_text = {'text': True, 'task': False}[self.meta['kind']]
             self.vocab_size = self.meta['vocab_size']
             if not isinstance(self.vocab_size, int) or not 0 < self.vocab_size < 2**31:
@@ -218,14 +222,6 @@ class Dataset:
             self.longest = {} if self.is_text else {name: int(n) for name, n in self.meta['longest'].items()}
             if self.is_text:
                 self.expect(self.vocab_size, len(self.meta['token_bytes']), 'entries of token_bytes')
-        except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(
-                f'data_dir={folder} holds no dataset; make one with prepare_data.py (without arguments it lists them).'
-            ) from None
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-            raise ConfigError(
-                f'{folder}/meta.json cannot be read ({type(e).__name__}: {e}); make the dataset again with prepare_data.py.'
-            ) from None
         self.splits, self.starts, self.document_rows = {}, {}, False
 
     def split(self, name):
@@ -629,7 +625,7 @@ class Tracker:
     def __init__(self, config, active):
         self.run = None
         if config.wandb != 'off' and active:
-            try:
+            with self.giving_up():
                 import wandb
 
                 self.run = wandb.init(
@@ -640,26 +636,24 @@ class Tracker:
                     dir=config.out_dir,
                     settings=wandb.Settings(init_timeout=30),
                 )
-            except Exception as e:
-                self.give_up(e)
 
-    def give_up(self, error):
-        self.run = None
-        print(f'warning: wandb is off from here on ({type(error).__name__}: {error}); log.jsonl is complete.', file=sys.stderr)
+    @contextlib.contextmanager
+    def giving_up(self):
+        try:
+            yield
+        except Exception as e:
+            self.run = None
+            warn(f'wandb is off from here on ({type(e).__name__}: {e}); log.jsonl is complete.')
 
     def log(self, values):
-        try:
-            if self.run:
+        if self.run:
+            with self.giving_up():
                 self.run.log({k: v for k, v in values.items() if k != 'step'}, step=values['step'])
-        except Exception as e:
-            self.give_up(e)
 
     def finish(self):
-        try:
-            if self.run:
+        if self.run:
+            with self.giving_up():
                 self.run.finish()
-        except Exception as e:
-            self.give_up(e)
 
 
 @torch.no_grad()
