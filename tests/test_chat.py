@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import trial
 from test_prepare_data import load, make, refuse, snapshot
 from test_tasks import SMALL, examples_of, rows_of, short_run, write_rows
 
@@ -77,6 +78,7 @@ def test_ids_are_those_of_transformers_behind_one_document_token(instruct):
     theirs, rng = transformers.AutoTokenizer.from_pretrained(folder), random.Random(1)
     for _ in range(150):
         said = conversation(rng, ['a', ' ', '\n', 'the cat', 'é漢🙂', '<|', 'over|', '#### 12', '[user]', '{{ 1 }}', '\u2028'])
+        trial()
         ids = theirs.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=False)
         document = [meta['document_token']]
         assert chat_tokens(meta, said) == (ids if ids[:1] == document else document + ids)

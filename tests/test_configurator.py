@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+from conftest import trial
 
 import configurator
 import eval as evaluation
@@ -155,10 +156,12 @@ def test_numbers_are_read_in_every_usual_spelling():
     for _ in range(300):
         number = rng.choice([-1, 1]) * 10 ** rng.uniform(-9, 9)
         for text in (repr(number), f'{number:e}', f'{number:.3E}', f'{number:+f}'):
+            trial()
             rate = toy(f'--rate={text}').rate
             assert type(rate) is float and rate == float(text)
         whole = rng.randint(14, 10**6)
         for text in (str(whole), f'+{whole}', f'{whole}.0', f'{whole}e2'):
+            trial()
             count = toy(f'--count={text}').count
             assert type(count) is int and count == float(text)
     assert toy('--count=1e3').count == 1000 and toy('--count=-7').count == -7
@@ -170,6 +173,7 @@ def test_numbers_are_read_in_every_usual_spelling():
 def test_fractions_are_no_counts(capsys):
     rng = random.Random(1)
     for _ in range(100):
+        trial()
         text = f'{rng.randint(-50, 50)}.{rng.randint(1, 9)}'
         with pytest.raises(SystemExit):
             toy(f'--count={text}')
@@ -182,6 +186,7 @@ def test_booleans_have_their_spellings_and_no_others(capsys):
         assert toy(f'--flag={text}').flag is value
     assert toy('--flag').flag is True
     for text in ('yes', 'no', 'on', 'off', 'TRUE', 'FALSE', 't', '', '2', '1.0', '-1', ' True', 'None'):
+        trial()
         with pytest.raises(SystemExit) as stop:
             toy(f'--flag={text}')
         assert stop.value.code == 2 and 'True or False' in capsys.readouterr().err

@@ -337,11 +337,13 @@ def test_a_full_disk_leaves_the_run_going(folders, tmp_path, monkeypatch, capsys
     before = {path.name: path.read_bytes() for path in (tmp_path / 'a').glob('*.pt')}
     os.symlink('/dev/full', tmp_path / 'a' / 'ckpt.pt.tmp')
     shutil.copytree(tmp_path / 'a', tmp_path / 'b', symlinks=True)
+    trial()
     train.train(replace(config, init_from='resume'))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: ')]
     assert len(said) == 1 and 'update 15 in' in said[0] and 'could not be written' in said[0] and 'No space left' in said[0]
     steps = {path.name: read_checkpoint(path)['step'] for path in (tmp_path / 'a').glob('*.pt')}
     assert steps['ckpt.pt'] == 20 and steps['ckpt-previous.pt'] == 10 and 'ckpt-000015.pt' not in steps
+    trial()
     with pytest.raises(SystemExit) as stop:
         train.train(replace(config, init_from='resume', out_dir=str(tmp_path / 'b'), max_steps=15))
     assert stop.value.code == 2 and 'make space' in capsys.readouterr().err
