@@ -199,6 +199,8 @@ def reporting():
     except OSError as e:  # no permission, no space, no such disk
         raise fail(f'{e.filename or "a file"} could not be read or written: {e.strerror or e}.') from None
     except (MemoryError, RuntimeError) as e:
+        if 'without overflow' in str(e):
+            raise fail('a number is too large for the computation; lower learning_rate or what else is huge.') from None
         if isinstance(e, RuntimeError) and 'allocate' not in str(e) and 'out of memory' not in str(e):
             raise
         raise fail('there is not enough memory for this; ask for a smaller model, batch or dataset.') from None

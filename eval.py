@@ -429,6 +429,7 @@ def drawing(path, *shape, **given):
         figure, panels = plt.subplots(*shape, layout='constrained', **given)
         yield figure, panels
         figure.savefig(path, dpi=150)
+    print(f'wrote {path}', file=sys.stderr)
 
 
 def draw_curves(folders, path):
@@ -641,6 +642,8 @@ def prepare(path, config):
     n, size = data.longest.get(split, 0), model.config.block_size
     if n > size:
         raise ConfigError(f'{split} of {data.folder} has {n} tokens a row, and {path} a context of {size}; train a longer one.')
+    if config.passes and not data.is_text:
+        raise ConfigError(f'passes=True measures texts, and {data.folder} is a task; leave it out.')
     if config.diagnose and not data.is_text:
         raise ConfigError(f'diagnose=True reads texts, and {data.folder} is a task.')
     if config.diagnose and model.config.recurrence == 'none':

@@ -323,9 +323,12 @@ def is_ready(out, overwrite, wanted):
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f'out={out} is a file; name a folder.')
     names = os.listdir(out) if os.path.isdir(out) else []
+    foreign = [name for name in names if not PIECES.fullmatch(name)]
+    if foreign and not {'meta.json', 'unfinished.json'} & {*names}:
+        raise ConfigError(f'out={out} holds no dataset but other files, like {foreign[0]}; name a folder of its own.')
     if overwrite or all(PIECES.fullmatch(name) and not name.endswith('.json') for name in names):  # a killed run's
         return False
-    with explaining(f'out={out} holds other files, or a damaged dataset', 'choose another out, or --overwrite=True'):
+    with explaining(f'out={out} holds a damaged dataset', 'choose another out, or --overwrite=True'):
         meta = json.loads(Path(out, 'meta.json').read_text('utf-8'))
         if any(meta.get(k) != v for k, v in wanted.items()):
             raise ConfigError(f'out={out} holds a dataset made with other settings; choose another out, or --overwrite=True.')
@@ -452,8 +455,8 @@ def make_text(_, config):
     if is_ready(config.out, config.overwrite, wanted):
         return
 
-    documents, empty, binary = {}, 0, []  # path -> sha256 of its content
-    for path in tqdm(find_files(config), desc='reading', unit='file', disable=None):
+    documents, empty, binary, files = {}, 0, [], find_files(config)  # path -> sha256 of its content
+    for path in tqdm(files, desc='reading', unit='file', disable=None):
         content = Path(path).read_bytes()
         try:
             content.decode('utf-8')
@@ -467,7 +470,8 @@ def make_text(_, config):
         names = ', '.join(os.path.basename(p) for p in binary[:3]) + (', ...' if len(binary) > 3 else '')
         print(f'skipped {len(binary)} files that are not UTF-8 text{names and f" ({names})"} and {empty} empty files')
     if len(set(documents.values())) < 2:
-        raise ConfigError(f'source={config.source or about} holds no two different texts, one for train and one for val.')
+        taken = f'the {len(files)} files taken from source={config.source or about}, extensions={config.extensions or "all"},'
+        raise ConfigError(f'{taken} hold no two different texts, one for train and one for val; name more.')
     in_val = smallest(documents.values(), config.val_fraction)
 
     splits = {name: {'tokens': 0, 'documents': 0} for name in ('train', 'val')}

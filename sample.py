@@ -403,7 +403,9 @@ def converse(model, meta, config):
         decoder.ended = [False]  # a row that a turn has ended goes on in the next
         decoder.read([new], prompt_recurs(meta))
         unread = generate(decoder, config, lambda _, *drawn, text=text: text.push(*drawn), generators)
-        print(text.close('length'), flush=True)
+        print(text.close('length' if len(text.tokens) == config.max_tokens else 'context'), flush=True)
+        if text.finish == 'context':
+            print(f'stopped at the end of the context, {decoder.size} tokens; --overflow=slide goes on', file=sys.stderr)
         messages.append({'role': 'assistant', 'content': text.text})
 
 

@@ -454,17 +454,20 @@ def update(optimizers, bad):
         optimizer.zero_grad(set_to_none=True)
 
 
-def check_memory(config):
-    """ConfigError when weights, gradients and one moment of the trainable ones do not fit into the memory that is free: the
-    kernel would end the process without a word."""
+def check_memory(config, T):
+    """ConfigError when weights, gradients and one moment of the trainable ones, and what each layer at least keeps for the
+    backward, its input, do not fit into the memory that is free: the kernel would end the process without a word."""
     with torch.device('meta'):
         parameters = list(build(config).named_parameters())
     trained = sum(p.numel() for name, p in parameters if is_recurrence(name) or not config.freeze_base)
-    need = (sum(p.numel() for _, p in parameters) + 2 * trained) * (8 if config.dtype == 'float64' else 4)
+    rows = config.batch_size // (config.accumulation * int(os.environ.get('WORLD_SIZE', 1)))
+    kept = 0 if config.freeze_base else rows * T * config.n_embd * config.n_layer / (2 if config.dtype == 'bfloat16' else 1)
+    need = (sum(p.numel() for _, p in parameters) + 2 * trained + kept) * (8 if config.dtype == 'float64' else 4)
     if need > (free := free_memory()):
         raise ConfigError(
-            f'the model needs at least {need / 2**30:,.1f} GiB for weights, gradients and moments, and {free / 2**30:,.1f} GiB '
-            f'are free; take a smaller n_layer={config.n_layer} or n_embd={config.n_embd}, and see --dry_run=True.'
+            f'an update needs at least {need / 2**30:,.1f} GiB for weights, gradients, moments and {rows} sequences, and '
+            f'{free / 2**30:,.1f} GiB are free; take a smaller n_layer={config.n_layer}, n_embd={config.n_embd} or '
+            f'batch_size={config.batch_size}, and see --dry_run=True.'
         )
 
 
@@ -569,7 +572,7 @@ def read_checkpoint(path, device='cpu'):
         settings = asdict(TrainConfig()) | checkpoint['config']  # a key that came later has its default
         return checkpoint | {'config': {f.name: settings[f.name] for f in fields(TrainConfig)}, 'path': str(path)}
     except Exception as e:
-        said = str(e) if isinstance(e, ValueError) else 'it was not written by train.py'
+        said = str(e) if isinstance(e, ValueError) else 'it is cut, or not of train.py'
         previous = os.path.join(os.path.dirname(path), 'ckpt-previous.pt')
         if os.path.basename(path) == 'ckpt.pt' and os.path.isfile(previous):
             warn(f'the checkpoint {path} cannot be used ({said}); the one before it, {previous}, is taken.')
@@ -885,7 +888,7 @@ def run(config, held):
         agree(config, data, saved['step'] if saved else 0)
 
     if kind == 'cpu':
-        check_memory(config)
+        check_memory(config, data.length('train', config.block_size))
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision('high')
     dtype = {'auto': 'bfloat16' if kind == 'cuda' else 'float32'}.get(config.dtype, config.dtype)

@@ -167,6 +167,7 @@ def test_what_cannot_be_measured_is_one_sentence(runs, capsys, tmp_path, monkeyp
     assert 'no checkpoint' in refused(capsys, '--ckpt=nowhere.pt')
     assert 'holds no dataset' in refused(capsys, f'--ckpt={task}', '--data_dir=nowhere')
     assert 'text model' in refused(capsys, f'--ckpt={text}', '--results=r.json')
+    assert 'passes=True measures texts' in refused(capsys, f'--ckpt={task}', '--passes')
     assert not (tmp_path / 'r.json').exists()
     (tmp_path / 'cut.pt').write_bytes((task / 'ckpt.pt').read_bytes()[:-100])
     assert 'cannot be used' in refused(capsys, '--ckpt=cut.pt')

@@ -441,7 +441,8 @@ def test_a_second_start_reuses_and_other_settings_are_refused(tmp_path, capsys):
         refuse(capsys, tmp_path, 'text', 'out=', source=source, out=tmp_path / 's5')
     (tmp_path / 'letters').mkdir()
     (tmp_path / 'letters/mine.txt').write_text('mine')
-    refuse(capsys, tmp_path, 's5', 'out=', out=tmp_path / 'letters', **SMALL)
+    for overwrite in (False, True):
+        refuse(capsys, tmp_path, 's5', 'like mine.txt', out=tmp_path / 'letters', overwrite=overwrite, **SMALL)
 
 
 @pytest.mark.parametrize('moves', range(4))

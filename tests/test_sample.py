@@ -566,11 +566,15 @@ def test_several_samples_are_printed_apart(overfit, capsys):
     assert out == ''.join(f'--- sample {i + 1}, seed {7 + i}\n{SENTENCE}\n' for i in range(3))
 
 
-def test_the_end_of_the_context_is_said_once(untrained, capsys):
+def test_the_end_of_the_context_is_said_once(untrained, capsys, monkeypatch):
     for n in (0, 1, 30, 38, 39):
         out, err = said(capsys, f'--ckpt={untrained}', f'--prompt={"a" * n}', '--max_tokens=500', '--temperature=0')
         assert err.count('end of the context, 40 tokens') == 1
     assert 'has 41 tokens, more than the context of 40' in refused(capsys, f'--ckpt={untrained}', f'--prompt={"a" * 40}')
+    for n, times in ((5, 0), (500, 1)):
+        monkeypatch.setattr('sys.stdin', io.StringIO('aaa\n'))
+        out, err = said(capsys, f'--ckpt={untrained}', '--interactive', f'--max_tokens={n}', '--temperature=0')
+        assert err.count('end of the context, 40 tokens') == times
 
 
 def test_a_task_model_answers_every_token(tmp_path, capsys):

@@ -687,6 +687,20 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built(folders, tmp_pa
     train.train(replace(config, freeze_base=True))
     monkeypatch.undo()
     assert 2**20 < train.free_memory()
+    for huge in (10**9, 10**8):  # sequences of 24 tokens
+        with pytest.raises(ConfigError, match=rf'and {huge // config.accumulation} sequences, .* or batch_size={huge},'):
+            train.train(replace(config, batch_size=huge, out_dir=str(tmp_path / 'many')))
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.parametrize('name', ['learning_rate', 'weight_decay', 'recurrence_lr_scale', 'final_lr_fraction', 'grad_clip'])
+def test_a_huge_setting_is_no_traceback(folders, tmp_path, capsys, name, optimizer):
+    config = settings(folders, tmp_path / 'out', **ARCHITECTURES['t2mlr'] | {'optimizer': optimizer, 'max_steps': 12})
+    with contextlib.suppress(SystemExit):
+        train.main(command(replace(config, **{name: 1e99}, eval_exact_batches=0)))
+        assert name in ('final_lr_fraction', 'grad_clip')
+        return
+    assert 'error: ' in capsys.readouterr().err
 
 
 # Several runs, several processes, one that dies
