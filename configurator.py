@@ -36,7 +36,11 @@ def check_keys(config):
         if choices and value not in choices:
             raise ConfigError(f'{f.name}={value} is not known; {nearest(value, choices)}')
         if bounds:
-            within(f.name, value, *bounds, 'it must be {:g} to {:g} ({})'.format(*bounds, f.metadata['meaning']))
+            within(f.name, value, *bounds, f'it must be {spelled(bounds)} ({f.metadata["meaning"]})')
+
+
+def spelled(bounds):
+    return f'at least {bounds[0]}' if bounds[1] == math.inf else f'{bounds[0]} to {bounds[1]}'
 
 
 def within(name, value, low, high, why):
@@ -86,10 +90,11 @@ def read_file(path):
     """The names that a config file assigns, as a dict. It may start from another, in its own folder or in config/, by
     `from other_config import *`."""
     if not os.path.isfile(path):
-        folders = dict.fromkeys((os.path.dirname(path) or '.', 'config'))
-        there = [f for folder in folders for f in sorted(glob.glob(os.path.join(glob.escape(folder), '*.py')))]
-        files = [os.path.relpath(f) for f in there if os.path.isfile(f)]
-        hint = nearest(path, files) if files else 'nor are there others here or in config/.'
+        folder, name = os.path.split(path)
+        there = [f for of in ('config', folder or '.') for f in glob.glob(os.path.join(glob.escape(of), '*.py'))]
+        files = {os.path.basename(f): os.path.relpath(f) for f in there if os.path.isfile(f)}
+        close = difflib.get_close_matches(name, files, n=1, cutoff=0.5)
+        hint = f'did you mean {files[close[0]]!r}?' if close else f'there are {", ".join(sorted(files.values())) or "none"}.'
         raise ConfigError(f'there is no config file {path}; {hint}')
     names = {'__name__': 'config', '__file__': path}
     ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config')
@@ -131,7 +136,7 @@ def print_help(config_class, usage):
     rows = [(f'--{f.name}={show(f.default)}', f.metadata) for f in fields(config_class)]
     width = min(34, max(len(left) for left, _ in rows))
     for left, meta in rows:
-        allowed = ' | '.join(str(c) for c in meta['choices']) or ' to '.join(f'{b:g}' for b in meta['bounds'])
+        allowed = ' | '.join(str(c) for c in meta['choices']) or (meta['bounds'] and spelled(meta['bounds']))
         print(f'  {left:<{width}}  {meta["meaning"]}' + (f' [{allowed}]' if allowed else ''))
 
 

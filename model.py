@@ -41,7 +41,7 @@ class GPTConfig:
         0, 'width inside the MLP; 0 means 4 D (nanochat) or 8/3 D rounded up to a multiple of 64 (llama)', bounds=(0, 10**7)
     )
     positional: str = key('rope', 'position information in attention', ('rope', 'none'))
-    rope_base: float = key(10000.0, 'base of the rotary frequencies', bounds=(1e-6, 1e12))
+    rope_base: float = key(10000.0, 'base of the rotary frequencies', bounds=(1e-6, 1e30))
     rope_scaling: tuple = key((), 'of Llama 3: factor, low_freq_factor, high_freq_factor, original length; empty is none')
     norm_eps: float = key(1e-5, 'epsilon of the norms of the llama family; nanochat has that of F.rms_norm', bounds=(1e-30, 1))
     value_embeddings: str = key('none', 'token-indexed embeddings added to the values', ('none', 'alternate', 'all'))

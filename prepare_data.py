@@ -53,7 +53,7 @@ PIECES = re.compile(r'(train|val|test)(-\d{5,})?\.(bin|npz|jsonl)|(meta|unfinish
 BREAK = '\ud800'  # half of a surrogate pair, which no text holds
 PIECE_LENGTH = 2**20  # bytes of text handed to a process at once
 ENCODED_AT_ONCE = 2**17  # characters; on longer runs of one kind tiktoken is slow, and at a million spaces it gives up
-SHARE = 1e-9, 0.999999  # a split that takes a part, and leaves one
+SHARE = 1e-12, 0.999999999999  # a split that takes a part, and leaves one
 STDLIB_LEAVES_OUT = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}  # installed packages and tests
 
 
@@ -328,7 +328,7 @@ def is_ready(out, overwrite, wanted):
         raise ConfigError(f'out={out} holds no dataset but other files, like {foreign[0]}; name a folder of its own.')
     if overwrite or all(PIECES.fullmatch(name) and not name.endswith('.json') for name in names):  # a killed run's
         return False
-    with explaining(f'out={out} holds a damaged dataset', 'choose another out, or --overwrite=True'):
+    with explaining(f'out={out} holds an unfinished or damaged dataset', 'choose another out, or --overwrite=True'):
         meta = json.loads(Path(out, 'meta.json').read_text('utf-8'))
         if any(meta.get(k) != v for k, v in wanted.items()):
             raise ConfigError(f'out={out} holds a dataset made with other settings; choose another out, or --overwrite=True.')
@@ -470,8 +470,8 @@ def make_text(_, config):
         names = ', '.join(os.path.basename(p) for p in binary[:3]) + (', ...' if len(binary) > 3 else '')
         print(f'skipped {len(binary)} files that are not UTF-8 text{names and f" ({names})"} and {empty} empty files')
     if len(set(documents.values())) < 2:
-        taken = f'the {len(files)} files taken from source={config.source or about}, extensions={config.extensions or "all"},'
-        raise ConfigError(f'{taken} hold no two different texts, one for train and one for val; name more.')
+        found = f'source={config.source or about}, extensions={config.extensions or "all"} (files found: {len(files)})'
+        raise ConfigError(f'{found} holds no two different texts, one for train and one for val; name more.')
     in_val = smallest(documents.values(), config.val_fraction)
 
     splits = {name: {'tokens': 0, 'documents': 0} for name in ('train', 'val')}
@@ -546,6 +546,7 @@ def read_corpus(path, skip):
             f.seek(0)
             if path.endswith('.parquet'):
                 table = extra('pyarrow.parquet').ParquetFile(f)
+                size = table.metadata.num_rows
                 starts = np.cumsum([0, *(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))])
                 group = np.searchsorted(starts, skip, 'right') - 1  # where to begin
                 contents = (  # of one group at a time; asked for together, all would stay in memory
@@ -564,7 +565,8 @@ def read_corpus(path, skip):
                 contents = (decoder.decode(block, final=f.tell() == size).encode() for block in blocks)
             for content in itertools.islice(contents, skip, None):
                 content.decode()
-                yield digest or hashlib.sha256(content).digest(), not digest or number == 0, content, f.tell() / size
+                share = (number if path.endswith('.parquet') else f.tell()) / size
+                yield digest or hashlib.sha256(content).digest(), not digest or number == 0, content, share
                 number += 1
     except (ConfigError, MemoryError):
         raise

@@ -92,8 +92,8 @@ class TrainConfig(Schedule, GPTConfig):
     warmdown_fraction: float = key(0.4, 'lr_schedule=linear: share of the updates that decay', bounds=(0, 1))
     final_lr_fraction: float = key(0.1, 'learning rate at the end, as a fraction of the peak', bounds=ANY)
     weight_decay: float = key(0.1, 'decay of the matrices; embeddings, head, gates, biases, scalars have none', bounds=ANY)
-    beta1: float = key(0.9, 'AdamW: decay of the first moment', bounds=(0, 0.999999))
-    beta2: float = key(0.95, 'AdamW: decay of the second moment', bounds=(0, 0.999999))
+    beta1: float = key(0.9, 'AdamW: decay of the first moment', bounds=(0, 0.999999999))
+    beta2: float = key(0.95, 'AdamW: decay of the second moment', bounds=(0, 0.999999999))
     grad_clip: float = key(1.0, 'largest norm of the gradient; 0 switches clipping off', bounds=ANY)
     max_bad_steps: int = key(
         10, 'updates in a row, skipped for a loss or gradient that is not finite, that end the run', bounds=FROM_1
@@ -455,13 +455,15 @@ def update(optimizers, bad):
 
 
 def check_memory(config, T):
-    """ConfigError when weights, gradients and one moment of the trainable ones, and what each layer at least keeps for the
-    backward, its input, do not fit into the memory that is free: the kernel would end the process without a word."""
+    """ConfigError when weights, gradients and one moment of the trainable ones, and what the layers of one pass keep at least
+    for the backward, do not fit into the memory that is free: the kernel would end the process without a word."""
     with torch.device('meta'):
         parameters = list(build(config).named_parameters())
     trained = sum(p.numel() for name, p in parameters if is_recurrence(name) or not config.freeze_base)
     rows = config.batch_size // (config.accumulation * int(os.environ.get('WORLD_SIZE', 1)))
-    kept = 0 if config.freeze_base else rows * T * config.n_embd * config.n_layer / (2 if config.dtype == 'bfloat16' else 1)
+    whole = config.architecture == 'gpt' and not config.activation_checkpointing
+    kept = 3 * config.n_embd + 2 * config.kv_dim + config.mlp_dim if whole else config.n_embd  # of each layer and position
+    kept *= 0 if config.freeze_base else rows * T * config.n_layer / (2 if config.dtype == 'bfloat16' else 1)
     need = (sum(p.numel() for _, p in parameters) + 2 * trained + kept) * (8 if config.dtype == 'float64' else 4)
     if need > (free := free_memory()):
         raise ConfigError(

@@ -279,6 +279,7 @@ def test_a_missing_config_file_is_answered_with_the_nearest(here, capsys):
     (here / 'config' / 'other.py').write_text('count = 1\n')
     refused(capsys, lambda: toy('config/s3_tmlr.py'), 'config/s3_tmlr.py', "'config/s3_t2mlr.py'")
     refused(capsys, lambda: toy('s3_t2mlr.py'), "'config/s3_t2mlr.py'")
+    refused(capsys, lambda: toy('config/zzqq.py'), 'there are config/other.py, config/s3_t2mlr.py')
     refused(capsys, lambda: toy('nowhere/x.py'), 'nowhere/x.py')
     refused(capsys, lambda: toy('config/s3_t2mlr.py', 'config/other.py'), 'config/s3_t2mlr.py', 'config/other.py', 'one')
     refused(capsys, lambda: toy('config/other.py', 'config/other.py'), 'config/other.py')

@@ -348,7 +348,7 @@ def test_unfinished_work_is_checked_before_it_goes_on(tmp_path, monkeypatch, cap
     interrupted(monkeypatch, 4, **settings)
     state, shard = (out / 'unfinished.json').read_text(), out / 'train-00000.bin'
     refuse(capsys, 'other settings', **settings | {'val_fraction': 0.3})
-    refuse(capsys, 'holds other files', dataset='text', source=tmp_path / 's', out=out)  # hours of work are not overwritten
+    refuse(capsys, 'unfinished or damaged', dataset='text', source=tmp_path / 's', out=out)  # hours of work are not overwritten
     good = shard.read_bytes()
     shard.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
     refuse(capsys, 'missing or damaged', **settings)
