@@ -20,7 +20,7 @@ python train.py config/s3_t2mlr.py --init_from=auto --out_dir="$out/t2mlr"
 wait $baselines || { echo "error: a baseline failed; see $out/transformer.txt and $out/lstm.txt." >&2; exit 1; }
 
 python eval.py --ckpt="$out/t2mlr,$out/transformer,$out/lstm" --results="$out/results.json" --figure="$out/accuracy.png"
-echo "wrote $out/results.json and $out/accuracy.png"
+echo "wrote $out/results.json"
 
 echo; echo "T2MLR on the bytes of the Python standard library, briefly:"
 python train.py config/text_t2mlr.py --init_from=auto --out_dir="$out/text" --max_steps=400 --eval_interval=200 --eval_batches=4 \
