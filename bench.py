@@ -33,8 +33,8 @@ from tqdm import tqdm
 from configurator import ConfigError, fail, key, nearest, parse, reporting
 from eval import print_markdown, print_table
 from model import SEQUENTIAL, GPTConfig, build, count_flops, count_parameters
-from sample import SampleConfig, find_checkpoint, load_model, prefill, start
-from train import Dataset, TrainConfig, count_memory, make_optimizers
+from sample import SampleConfig, find_checkpoint, load_model, prefill
+from train import Dataset, TrainConfig, count_memory, make_optimizers, use_device
 
 
 @dataclass
@@ -247,14 +247,14 @@ def first_step(bench, variant):
     """Seconds of the first step, which compiles, without what torch has kept of earlier runs: in a fresh process."""
     torch._inductor.config.force_disable_caches = True
     warnings.filterwarnings('ignore', 'dynamo_pgo force disabled')  # as asked for
-    device = start(bench)
+    device = use_device(bench)
     step, *_ = training_step(bench, variant, device)
     return measure({variant: step}, 1, device, warm_up=0)[variant]
 
 
 def bench_train(bench):
     """Milliseconds of a step, beside what the operations allow, and its speed; compiled, also what the first takes longer."""
-    device, names, first = start(bench), chosen_variants(bench), {}
+    device, names, first = use_device(bench), chosen_variants(bench), {}
     for name in tqdm(names, desc='first steps', leave=False, disable=None) if bench.compile else ():
         first[name] = apart(first_step, bench, name)
     steps = {name: training_step(bench, name, device) for name in names}
@@ -280,7 +280,7 @@ def bench_scaling(bench):
     from 4 to 8 and 16 passes."""
     if bench.batch_size % 4:
         raise ConfigError(f'batch_size={bench.batch_size} must be divisible by 4, for four times the length.')
-    device, cells = start(bench), {}  # settings, variant, and the cell whose time and count are the unit
+    device, cells = use_device(bench), {}  # settings, variant, and the cell whose time and count are the unit
     for name in chosen_variants(bench):
         for factor in (1, 2, 4) if name != 'textbook' else ():
             longer = replace(bench, block_size=factor * bench.block_size, batch_size=bench.batch_size // factor)
@@ -299,7 +299,7 @@ def bench_scaling(bench):
 
 def peak_memory(bench, variant):
     """Bytes that three updates need at most; on CPU those by which this process grew, which should be a fresh one."""
-    device, peaks = start(bench), []
+    device, peaks = use_device(bench), []
     for size in (replace(bench, n_embd=2 * bench.n_head, vocab_size=2, block_size=2, batch_size=1), bench):
         step, *_ = training_step(size, variant, device)  # the small one loads what every step needs
         for _ in range(3):
@@ -359,7 +359,7 @@ def decoding_variants(n_layer):
 def bench_decode(bench):
     """Milliseconds a token, one forward each, beside the floor, the operations, and the weights that a token reads, which bind
     a single sequence; all but the first as ratios to the plain transformer's."""
-    device = start(bench)
+    device = use_device(bench)
     token = torch.zeros(bench.batch_size, 1, dtype=torch.long, device=device)
     calls, floors, weights = {}, {}, {}
     for name, variant in decoding_variants(bench.n_layer).items():
@@ -402,7 +402,7 @@ class PrefillBench(TimedBench):
 @torch.inference_mode()
 def bench_prefill(bench):
     """Milliseconds for a prompt, token by token and in parallel; the passes; and how far the logits after it lie apart."""
-    device, found = start(bench), {}
+    device, found = use_device(bench), {}
     tokens = torch.randint(256, (1, bench.prompt), generator=torch.Generator().manual_seed(0))
     if bench.ckpt:
         model, checkpoint = load_model(find_checkpoint(bench.ckpt), device)
@@ -444,7 +444,7 @@ class DataBench(Bench):
 def bench_data(bench):
     """Tokens a second of the loader in one process, and of a training step on the same batches."""
     config = parse(TrainConfig, [bench.config, f'--data_dir={bench.data_dir}'], 'python bench.py data')
-    data, device = Dataset(bench.data_dir), start(config)
+    data, device = Dataset(bench.data_dir), use_device(config)
     config.vocab_size = data.fit(config)
     T = data.length('train', config.block_size)
     begin = time.perf_counter()

@@ -34,8 +34,8 @@ from tqdm import tqdm
 from configurator import ConfigError, key, parse, reporting
 from model import SEQUENTIAL, Schedule, count_flops, count_parameters
 from prepare_data import encode
-from sample import SampleConfig, complete, find_checkpoint, load, prompt_recurs, start
-from train import Dataset, TrainConfig, same_tokens
+from sample import SampleConfig, complete, find_checkpoint, load, prompt_recurs
+from train import Dataset, TrainConfig, same_tokens, use_device
 
 
 @dataclass
@@ -629,7 +629,7 @@ def prepare(path, config):
     Raises ConfigError for what cannot be measured or, as results or figure, summarised."""
     if path.startswith('hf:') and not config.lm_eval:
         raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; data is for checkpoints of train.py.')
-    model, checkpoint = load(path, start(config))
+    model, checkpoint = load(path, use_device(config))
     if config.lm_eval:
         if checkpoint['meta']['kind'] == 'task' and checkpoint['meta'].get('aligned', True):
             raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')

@@ -33,7 +33,7 @@ from model import (
     pretrained_folder,
 )
 from prepare_data import chat_meta, chat_tokens, decode, encode, tokenizer_meta, work_folder
-from train import load_weights, pick_device, read_checkpoint
+from train import load_weights, read_checkpoint, use_device
 
 
 @dataclass
@@ -79,13 +79,6 @@ class SampleConfig:
     def chats(self, meta):
         """Whether prompts are messages to a model of this meta.json."""
         return self.chat and 'chat_template' in meta
-
-
-def start(config):
-    """The device of a command's settings; sets the CPU threads."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    return pick_device(config.device)
 
 
 def find_checkpoint(path, root='out'):
@@ -414,7 +407,7 @@ def sample(config):
     if hasattr(sys.stdout, 'reconfigure'):
         sys.stdout.reconfigure(errors='replace')  # whatever the terminal cannot show
     path = find_checkpoint(config.ckpt)
-    model, checkpoint = load(path, start(config))
+    model, checkpoint = load(path, use_device(config))
     meta, size = checkpoint['meta'], model.config.block_size
     if meta['vocab_size'] > model.config.vocab_size:
         known = model.config.vocab_size

