@@ -219,6 +219,20 @@ class Schedule:
         """How many of the passes, from the last, carry gradient (T2MLR's truncated backpropagation)."""
         return self.d_backward if self.schedule == 'jacobi' else len(self.passes(T))
 
+    def weights(self, T):
+        """The weight of each pass with gradient in the loss. Raises ConfigError where all weight is on empty subsets."""
+        if not self.pass_weights:
+            return (1.0,) * self.n_graded(T)
+        weights, S = self.pass_weights, self.n_subsets
+        if self.schedule == 'interleaved' and S > T:  # the last subsets of each sweep are empty
+            weights = weights[:1] + tuple(w for i, w in enumerate(weights[1:]) if i % S < T)
+            if not any(weights):
+                raise ConfigError(
+                    f'pass_weights={self.pass_weights} scores nothing in a sequence of {T} tokens, which has only {T} of the '
+                    f'n_subsets={S} subsets; take n_subsets={T} or less, or weigh an earlier pass.'
+                )
+        return weights
+
 
 PARALLEL, SEQUENTIAL = Schedule(), Schedule(schedule='sequential')
 
@@ -251,24 +265,31 @@ class Site(NamedTuple):
     cos: torch.Tensor | None  # (n, 1, d): only differences of positions matter, so padding may shift them
     sin: torch.Tensor | None
     first: torch.Tensor | None  # (B, n): the oldest slot that each position sees; None: slot 0
-    mask: object  # what `visible` makes of the two; None: causal
+    mask: object  # what `attention_mask` makes of the two; None: causal
     recurs: torch.Tensor | None  # (B, n, 1): recur_mask
     keep: torch.Tensor | None  # (B, n, 1): recur_mask and no document start: the memory is read as it is
 
-    def at(self, positions, n_keys, flex):
-        """This site cut down to `positions` (n,), which index its tokens; n_keys, flex: as in `visible`."""
-        slots = positions if self.index is None else self.index[positions]
-        first = None if self.first is None else self.first[:, positions]
+    def at(self, positions, make_mask):
+        """This site cut down to `positions`, a range; make_mask(positions, slots, first) gives what they see.
+
+        The cuts are slices: the backward of an index would sort it.
+        """
+        at = sliced(positions)
+        if self.index is None:
+            slots = torch.arange(positions.start, positions.stop, positions.step, device=self.x0.device)
+        else:
+            slots = self.index[at]
+        first = None if self.first is None else self.first[:, at]
         return Site(
             slots,
-            self.x0[:, positions],
-            [None if v is None else v[:, positions] for v in self.values],
-            None if self.cos is None else self.cos[positions],
-            None if self.sin is None else self.sin[positions],
+            self.x0[:, at],
+            [None if v is None else v[:, at] for v in self.values],
+            None if self.cos is None else self.cos[at],
+            None if self.sin is None else self.sin[at],
             first,
-            visible(slots, first, n_keys, self.x0, flex),
-            None if self.recurs is None else self.recurs[:, positions],
-            None if self.keep is None else self.keep[:, positions],
+            make_mask(positions, slots, first),
+            None if self.recurs is None else self.recurs[:, at],
+            None if self.keep is None else self.keep[:, at],
         )
 
 
@@ -278,10 +299,10 @@ def working_dtype(x):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def visible(slots, first, n_keys, x, flex):
+def attention_mask(slots, first, n_keys, dtype, flex):
     """What positions at `slots` (n,) see of n_keys slots: those up to their own, from `first` (B, n) on unless that is None.
 
-    A BlockMask if `flex`. Otherwise, in the type that attention computes x in, what is added to the scores, (n, n_keys) or
+    A BlockMask if `flex`. Otherwise, in the `dtype` of attention, what is added to the scores, (n, n_keys) or
     (B, 1, n, n_keys): made once for all layers, because attention would convert a mask of bool in each of them.
     """
     if first is not None:
@@ -296,7 +317,7 @@ def visible(slots, first, n_keys, x, flex):
     mask = keys <= slots[:, None]
     if first is not None:
         mask = (mask & (keys >= first.unsqueeze(-1))).unsqueeze(1)
-    return torch.zeros(mask.shape, dtype=working_dtype(x), device=slots.device).masked_fill(~mask, -math.inf)
+    return torch.zeros(mask.shape, dtype=dtype, device=slots.device).masked_fill(~mask, -math.inf)
 
 
 @functools.cache
@@ -305,12 +326,20 @@ def compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def write(buffer, dim, index, new):
-    """`buffer` with `new` at `index` along `dim`: in place when nothing is to be differentiated, otherwise a copy, because
-    the backward of earlier passes still needs what they read."""
+def scatter_kv(buffer, slots, new):
+    """`buffer` (B, G, slots, d) with `new` (B, G, n, d) at `slots` (n,): in place when nothing is to be differentiated,
+    otherwise a copy, because the backward of earlier passes still needs what they read."""
     if torch.is_grad_enabled():
-        return buffer.index_copy(dim, index, new)
-    return buffer.index_copy_(dim, index, new)
+        return buffer.index_copy(2, slots, new)
+    return buffer.index_copy_(2, slots, new)
+
+
+def scatter(buffer, positions, new):
+    """`buffer` (B, T, D) with `new` (B, n, D) at `positions`, a range: in place or a copy, as in `scatter_kv`."""
+    if torch.is_grad_enabled():
+        return buffer.slice_scatter(new, 1, positions.start, positions.stop, positions.step)
+    buffer[:, sliced(positions)] = new
+    return buffer
 
 
 @torch.no_grad()
@@ -371,6 +400,7 @@ class Attention(nn.Module):
         B, n, _ = x.shape
         heads = (B, n, -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
+        dtype = q.dtype  # under autocast that of matrix products; norms and embeddings would make it float32
         if self.gate_memory is not None:
             gate_loc, gate_rec = (2 * self.gate_memory(x).sigmoid()).unsqueeze(-1).chunk(2, 2)
             k, v = gate_loc * k, gate_loc * v
@@ -380,9 +410,9 @@ class Attention(nn.Module):
             v = v + 2 * self.gate_ve(x).sigmoid().unsqueeze(-1) * value.view(heads)
         if cos is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = self.qk_norm(q).transpose(1, 2), self.qk_norm(k).transpose(1, 2), v.transpose(1, 2)
+        q, k, v = (t.to(dtype).transpose(1, 2) for t in (self.qk_norm(q), self.qk_norm(k), v))
         if index is not None:
-            k, v = write(buffers[0], 2, index, k), write(buffers[1], 2, index, v)
+            k, v = scatter_kv(buffers[0], index, k), scatter_kv(buffers[1], index, v)
         if isinstance(mask, BlockMask):
             flex = compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
             y = flex(q, k, v, block_mask=mask, enable_gqa=self.gqa)
@@ -523,8 +553,7 @@ class ScoredLoss(torch.autograd.Function):
             for part, wanted, kept in zip(*(t.flatten(0, 1).split(rows) for t in (y, target, gradient)), strict=True):
                 with torch.set_grad_enabled(graded):
                     part = part.detach().requires_grad_(graded)
-                    logits = model.logits(part.view_as(part))  # hooks of modules, as counters set, want no leaf
-                    loss = F.cross_entropy(logits, wanted, ignore_index=-1, reduction='sum')
+                    loss = model.summed_loss(part.view_as(part), wanted)  # hooks of modules, as counters set, want no leaf
                     found = torch.autograd.grad(loss * weight, (part, *parameters)) if graded else ()
                 for old, new in zip((kept, *gradients[len(targets) :]), found, strict=graded):
                     old += new
@@ -536,6 +565,11 @@ class ScoredLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, _):
         return None, None, None, *(upstream * g for g in ctx.gradients)
+
+
+def summed_loss(model, y, targets):
+    """Summed cross-entropy of y (n, D), the top of the stack, at targets (n,), -1 where nothing is scored."""
+    return F.cross_entropy(model.logits(y), targets, ignore_index=-1, reduction='sum')
 
 
 LOGITS_AT_ONCE = 2**25  # elements: enough for full speed, and little beside a model with so large a vocabulary
@@ -587,6 +621,7 @@ class GPT(nn.Module):
         self.scores_every_pass = config.recurrence == 'lrt'
         # Set by who trains: a layer keeps its input and runs again in the backward; where there is a mask, FlexAttention.
         self.activation_checkpointing = self.flex = False
+        self.masks = {}
         if self.embed.weight.device.type != 'meta':
             self.init_weights()
         self.build_rope()
@@ -653,15 +688,17 @@ class GPT(nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)  # .to(), .double(), .cuda(): the tables are no parameters and follow by being rebuilt
+        self.masks.clear()
         self.build_rope()
         return self
 
     def compile(self):
-        """Compiles the repeated block and the fusion, once each; parameter names stay as they are."""
+        """Compiles the repeated block, the fusion and the loss, once each; parameter names stay as they are."""
         # One graph for each shape of pass, with and without gradient: a few more than the eight at which torch gives up.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for module in (*self.blocks, *([self.fusion] if self.fusion is not None else [])):
             module.compile(dynamic=False)
+        self.summed_loss = torch.compile(self.summed_loss, dynamic=False)
 
     def token(self, tokens, state):
         """One token a row, tokens (B, 1), behind `state`: logits (B, 1, vocab_size)."""
@@ -711,11 +748,25 @@ class GPT(nn.Module):
             first = torch.where(opens, slots, torch.zeros_like(tokens) if first is None else first).cummax(1).values
         if first is not None:
             n_keys = T if state is None else state.kv[0][0].size(2)
-            mask = visible(slots, first, n_keys, self.embed.weight, self.flex and state is None)
+            mask = self.mask(range(T), slots, first, n_keys, self.flex and state is None)
         x0 = self.norm_embed(self.embed(tokens))
         values = [self.value_embeds[str(i)](tokens) if str(i) in self.value_embeds else None for i in range(c.n_layer)]
         cos, sin = (None if t is None else t[slots].unsqueeze(-2) for t in (self.cos, self.sin))
         return Site(None if state is None else slots, x0, values, cos, sin, first, mask, recurs, keep)
+
+    def mask(self, positions, slots, first, n_keys, flex):
+        """`attention_mask` of a pass over `positions`, a range. One that depends on shapes alone is kept for later passes."""
+        flex = flex and len(positions) > 1  # a block mask is 128 wide, and takes the host milliseconds
+        args = slots, first, n_keys, working_dtype(self.embed.weight), flex
+        if first is not None or len(positions) == 1:
+            return attention_mask(*args)
+        name = positions, *args[2:]
+        if name not in self.masks:
+            if len(self.masks) == 64:  # sequences of many lengths, as in an evaluation
+                self.masks.clear()
+            with torch.inference_mode(False):  # a later pass may need the mask in its backward
+                self.masks[name] = attention_mask(*args)
+        return self.masks[name]
 
     def run(self, depths, x, site, kv, m=None):
         """The stack at `depths` (a range) and `site`: x (B, n, D) -> output (B, n, D), output of the source or None.
@@ -753,6 +804,8 @@ class GPT(nn.Module):
             if m is not None and self.config.cache_residual != 'off':
                 source = source + (m.detach() if self.config.cache_residual == 'detached' else m)
         return y, F.rms_norm(source, (source.size(-1),), eps=self.eps)
+
+    summed_loss = summed_loss
 
     def logits(self, y):
         """y (.., D), the top of the stack -> (.., vocab_size), in float32 or better."""
@@ -804,7 +857,8 @@ class GPT(nn.Module):
             outputs = outputs if self.scores_every_pass else [y]
             wanted = [targets[:, sliced(p)] for p in passes]
             counts = count_scored(targets, passes) if counts is None else counts
-            return scored_loss(self, outputs, wanted, counts, schedule.pass_weights[: len(passes)] or (1.0,) * len(passes))
+            weights = schedule.weights(T) if self.scores_every_pass else (1.0,)
+            return scored_loss(self, outputs, wanted, counts, weights)
 
     def solve(self, h, site, schedule, reads_from, kv, state, changes, scored):
         """The passes of a schedule over the span: h (B, T, D) -> outputs of the passes with gradient if they are `scored`, the
@@ -820,7 +874,9 @@ class GPT(nn.Module):
         local = self.fusion.local(h) if self.fusion is not None and len(passes) > schedule.initial else None
         sweep = min(schedule.n_subsets, T) if schedule.schedule == 'interleaved' else 1
         measured = schedule.initial and (changes is not None or schedule.jacobi_tol)
-        outputs, parts, moved, unsettled = [], {}, [], []
+        outputs, moved, unsettled = [], [], []
+        n_keys, flex = (T, self.flex) if state is None else (kv[0][0].size(2), False)
+        make_mask = functools.partial(self.mask, n_keys=n_keys, flex=flex)
         ungraded = len(passes) - schedule.n_graded(T)
         for number, positions in enumerate(passes):
             graded = number >= ungraded
@@ -828,26 +884,22 @@ class GPT(nn.Module):
             if len(unsettled) >= sweep and not (graded and torch.is_grad_enabled()):
                 todo = after(positions, min(unsettled[-sweep:]))
             with torch.set_grad_enabled(torch.is_grad_enabled() and graded):
+                at = sliced(todo)
                 if len(todo) == T:
-                    at = slice(None)
                     y, written = self.span(h, local, site, kv, None if memory is None else memory[:, :-1])
                     memory = torch.cat((before, written), 1)
                 elif todo:
-                    if todo not in parts:
-                        at = torch.arange(todo.start, todo.stop, todo.step, device=h.device)
-                        parts = parts if len(parts) < sweep else {}  # only sweeps come back to the same positions
-                        n_keys, flex = (T, self.flex) if state is None else (kv[0][0].size(2), False)
-                        parts[todo] = at, h[:, at], None if local is None else local[:, at], site.at(at, n_keys, flex)
-                    at, *part = parts[todo]
-                    y, written = self.span(*part, kv, memory[:, at])
-                    memory = write(memory, 1, at + 1, written)
+                    part = None if local is None else local[:, at]
+                    y, written = self.span(h[:, at], part, site.at(todo, make_mask), kv, memory[:, at])
+                    memory = scatter(memory, range(todo.start + 1, todo.stop + 1, todo.step), written)
                 if todo and number and measured:
                     moved.append(relative_change(newest[:, at], y))
                 if len(todo) == T:
                     newest = y
                 elif todo:
-                    kept = outputs and newest is outputs[-1]  # it is scored as it is
-                    newest = newest.index_copy(1, at, y) if kept else write(newest, 1, at, y)
+                    if outputs and newest is outputs[-1]:  # it is scored as it is
+                        newest = newest.clone()
+                    newest = scatter(newest, todo, y)
                 if graded and scored:
                     whole = len(todo) == len(positions)
                     outputs.append(y if whole else newest[:, sliced(positions)].clone())
@@ -863,6 +915,7 @@ class LSTM(nn.Module):
     """The recurrent baseline with the interface of GPT: embedding, n_layer LSTM layers of width n_embd, head."""
 
     scores_every_pass = False
+    summed_loss = summed_loss
 
     def __init__(self, config):
         super().__init__()

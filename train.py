@@ -54,6 +54,7 @@ from model import (
     sliced,
 )
 from prepare_data import shard_names, token_dtype, tokenizer_meta
+from support.flex import choose_flex
 
 EXIT_CODES = (
     'Exit codes: 0 finished; 2 a mistake in the settings, or no space for the last checkpoint; 3 the loss or gradient is not\n'
@@ -112,7 +113,11 @@ class TrainConfig(Schedule, GPTConfig):
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', ('auto', 'float32', 'bfloat16', 'float64'))
     compile: bool = key(False, 'compile the repeated block with torch.compile')
-    attention: str = key('sdpa', 'under a mask: sdpa, which reads it, or flex (FlexAttention), by its blocks', ('sdpa', 'flex'))
+    attention: str = key(
+        'auto',
+        'of masked passes: sdpa, or flex (FlexAttention); auto: flex on CUDA, once it has given what sdpa gives',
+        ('auto', 'sdpa', 'flex'),
+    )
     activation_checkpointing: bool = key(
         False, 'layers keep only their inputs and run again in the backward: less memory, up to a third more time'
     )
@@ -903,7 +908,13 @@ def run(config, held):
     torch.set_float32_matmul_precision('high')
     dtype = {'auto': 'bfloat16' if kind == 'cuda' else 'float32'}.get(config.dtype, config.dtype)
     raw = build(config).to(device, torch.float64 if dtype == 'float64' else torch.float32)
-    raw.activation_checkpointing, raw.flex = config.activation_checkpointing, config.attention == 'flex'
+    raw.activation_checkpointing = config.activation_checkpointing
+    computed = getattr(torch, dtype)
+    raw.flex, problem = choose_flex(
+        config, config, config.micro_batch, data.length('train', config.block_size), computed, device
+    )
+    if problem:
+        warn(problem)
     if config.init_from.startswith('hf:') and not saved:
         load_pretrained(raw, config.init_from[3:])
     if config.freeze_base:

@@ -270,9 +270,11 @@ def oracle(model, tokens, recur_mask, schedule):
     return scored, torch.stack(final), memory
 
 
-def oracle_loss(scored, targets, weights):
-    """The weighted mean over passes of the mean over their scored positions, and those means (0 where there are none)."""
+def oracle_loss(scored, targets, schedule):
+    """The weighted mean over passes of the mean over their scored positions, and those means (0 where there are none).
+    schedule: whose pass_weights count, or None. A weight belongs to its sweep and subset, whichever other subsets are empty."""
     means, total, norm = [], 0.0 * scored[0][1].sum(), 0.0
+    weights, seen = schedule.pass_weights if schedule else (), []
     for number, (positions, logits) in enumerate(scored):
         losses = [
             -logits[b, j].log_softmax(-1)[targets[b, t]]
@@ -281,6 +283,9 @@ def oracle_loss(scored, targets, weights):
             if targets[b, t] >= 0
         ]
         means.append(float(torch.stack(losses).detach().mean()) if losses else 0.0)
+        if schedule and schedule.schedule == 'interleaved' and number:
+            number = 1 + seen.count(positions) * schedule.n_subsets + positions[0]
+            seen.append(positions)
         if losses:
             weight = weights[number] if weights else 1.0
             total, norm = total + weight * sum(losses) / len(losses), norm + weight
@@ -300,7 +305,7 @@ def test_model_equals_the_oracle(seed, family, recurrence, name):
     scored, logits, memory = oracle(model, tokens, recur_mask, schedule)
     close(model(tokens, schedule=schedule, recur_mask=recur_mask), logits)
     loss, means = model(tokens, targets, schedule, recur_mask)
-    expected, expected_means = oracle_loss(scored, targets, schedule.pass_weights if recurrence == 'lrt' else ())
+    expected, expected_means = oracle_loss(scored, targets, schedule if recurrence == 'lrt' else None)
     close(loss, expected)
     close(means, torch.tensor(expected_means, dtype=torch.float64))
     close_gradients(gradients(model, loss), gradients(model, expected))
@@ -956,6 +961,26 @@ def test_weights_of_passes(seed):
     close(loss(3, ())[0], loss(3, (2.0,) * 4)[0])
     weights = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
     close(loss(T, weights)[0], loss(T + 2, weights + (8.0, 9.0))[0])
+    swept = Schedule('interleaved', n_subsets=T, n_sweeps=2, pass_weights=weights + weights[1:])
+    wider = Schedule('interleaved', n_subsets=T + 1, n_sweeps=2, pass_weights=weights + (8.0,) + weights[1:] + (9.0,))
+    close(*(model(tokens, targets, schedule, recur_mask)[0] for schedule in (swept, wider)))
+
+
+@seeds(5)
+def test_weights_on_empty_subsets_alone_are_refused(seed):
+    """Where all weight lies on subsets beyond the end of a short sequence: a sentence, not a loss of 0."""
+    rng = random.Random(seed)
+    T, n_sweeps = rng.randint(1, 6), rng.randint(1, 3)
+    S = T + rng.randint(1, 3)
+    weights = [0.0, *([0.0] * T + [1.0] * (S - T)) * n_sweeps]
+    model, (tokens, targets, recur_mask) = draw_model(seed, recurrence='lrt'), draw_batch(seed, T)
+    schedule = Schedule('interleaved', n_subsets=S, n_sweeps=n_sweeps, pass_weights=tuple(weights))
+    schedule.check()
+    with pytest.raises(ConfigError, match=f'sequence of {T} tokens.* n_subsets={T} or less'):
+        model(tokens, targets, schedule, recur_mask)
+    weights[rng.randrange(n_sweeps) * S + T] = 2.0  # the last subset that has a position
+    loss, means = model(tokens, torch.zeros_like(tokens), replace(schedule, pass_weights=tuple(weights)), recur_mask)
+    assert torch.isclose(means[1:], loss, rtol=0, atol=1e-12).any() and not torch.isclose(means[0], loss)
 
 
 # Numerics
