@@ -303,13 +303,13 @@ def score_answers(model, data, split, config, kept):
     greedy = SampleConfig(temperature=0, max_tokens=model.config.block_size, prefill=prefill, jacobi_tol=1e-5)
 
     def measure(low):
-        """(number, response, 'right', 'wrong' or 'cut') of each example of the batch."""
+        """[number, response, 'right', 'wrong' or 'cut'] of each example of the batch."""
         chosen = order[low : low + config.batch_size].tolist()
         prompts = [arrays['tokens'][i, : arrays['prompt_lengths'][i]].tolist() for i in chosen]
         rows, found = complete(model, meta, prompts, greedy, recurs=prompt_recurs(meta), done=ends_answer), []
         for i, row in zip(chosen, rows, strict=True):
             right = same_answer(task, extract_answer(task, row.text), examples[i]['answer'])
-            found.append((i, row.text, 'cut' if row.finish != 'stop' else 'right' if right else 'wrong'))
+            found.append([i, row.text, 'cut' if row.finish != 'stop' else 'right' if right else 'wrong'])
         return found
 
     batches = kept.batches('responses', range(0, total, config.batch_size), measure)
@@ -484,9 +484,12 @@ def draw_curves(folders, path):
                 lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text(encoding='utf-8').splitlines()]
             except (OSError, ValueError) as e:
                 raise ConfigError(f'curves={folder}: its log.jsonl cannot be read ({e}).') from None
-            train = {line['step']: line['loss'] for line in lines if line.get('loss') is not None}
-            scored = {line['step']: line.get('val_exact') or line.get('val') or {} for line in lines if 'val' in line}
-            val = {step: found['loss'] for step, found in scored.items() if found.get('loss') is not None}
+            train, val = {}, {}
+            for line in lines:  # where nothing was scored, a mean is missing
+                scored = line.get('val_exact') or line.get('val') or {}
+                for points, loss in ((train, line.get('loss')), (val, scored.get('loss'))):
+                    if 'step' in line and loss is not None:
+                        points[line['step']] = loss
             if not train and not val:
                 raise ConfigError(f'curves={folder}: its log.jsonl holds no loss; train it first.')
             (drawn,) = panel.plot(list(val), list(val.values()), label=os.path.basename(folder))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import trial
 
 import eval as evaluation
 import prepare_data
@@ -46,29 +47,35 @@ def text_of(folder, tokens):
 
 @pytest.mark.parametrize('exact', ['sequential', 'jacobi'])
 @pytest.mark.parametrize('name', MODELS)
-@pytest.mark.parametrize('n', [2, 3, 16, 17, 18, 33, 46])
 @pytest.mark.fault('a text ends within a window', 'every token but the first is scored')
-def test_the_end_of_a_text_is_scored(tmp_path, name, n, exact):
-    """Whatever is left behind the last whole window is a shorter one; the batch does not matter, nor an interruption."""
-    model, tokens = small_model(name), np.random.default_rng(n).integers(257, size=n)
-    data = text_of(tmp_path / 'text', tokens)
-    for schedule in {TRAINED[name], SEQUENTIAL}:
-        nats, scored = 0.0, [int(t) for t in tokens[1:] if t != 256]
-        for start in range(0, n - 1, 16):
-            window = torch.from_numpy(tokens[start : start + 17])
-            lost = F.cross_entropy(model(window[None, :-1], schedule=schedule)[0], window[1:], reduction='none')
-            nats += lost[window[1:] != 256].sum().item()
-        for batch_size in (1, 2, 64):
-            config = SimpleNamespace(batch_size=batch_size, max_batches=0, passes=True, exact=exact)
-            path = str(tmp_path / f'{batch_size}.part')
-            found = evaluation.score_text(model, data, 'val', schedule, config, evaluation.Kept(path, {}))
-            assert found['tokens'] == len(scored)
-            assert found['bits_per_byte'] == pytest.approx(nats / len(scored) / math.log(2), rel=1e-4)
-            lines = open(path).read().splitlines(keepends=True)
-            open(path, 'w').writelines(lines[: len(lines) // 2])  # interrupted half way
-            assert evaluation.score_text(model, data, 'val', schedule, config, evaluation.Kept(path, {})) == found
-            if name != 'transformer' and schedule != SEQUENTIAL:
-                assert list(found['passes'].values())[-1] == pytest.approx(found['bits_per_byte'], rel=1e-6)
+def test_the_end_of_a_text_is_scored(tmp_path, name, exact):
+    """What is left behind the last whole window is a shorter one; the batch does not matter, nor an interruption."""
+    model = small_model(name)
+    for n in (2, 3, 16, 17, 18, 33, 46):
+        tokens = np.random.default_rng(n).integers(257, size=n)
+        data = text_of(tmp_path / f'{n}', tokens)
+        for which, schedule in enumerate((TRAINED[name], SEQUENTIAL)):
+            trial()
+            lost, scored = 0.0, sum(t != 256 for t in tokens[1:].tolist())
+            for start in range(0, n - 1, 16):
+                window = torch.from_numpy(tokens[start : start + 17])
+                nats = F.cross_entropy(model(window[None, :-1], schedule=schedule)[0], window[1:], reduction='none')
+                lost += nats[window[1:] != 256].sum().item()
+            for batch_size in (1, 2, 64):
+                config = SimpleNamespace(batch_size=batch_size, max_batches=0, passes=True, exact=exact)
+                path = tmp_path / f'{n}-{which}-{batch_size}.part'
+
+                def measure(config=config, data=data, schedule=schedule, path=path):
+                    return evaluation.score_text(model, data, 'val', schedule, config, evaluation.Kept(str(path), {}))
+
+                found = measure()
+                assert found['tokens'] == scored
+                assert found['bits_per_byte'] == pytest.approx(lost / scored / math.log(2), rel=1e-4)
+                if 'passes' in found:
+                    assert list(found['passes'].values())[-1] == pytest.approx(found['bits_per_byte'], rel=1e-4)
+                lines = path.read_text().splitlines(keepends=True)
+                path.write_text(''.join(lines[: len(lines) // 2]))  # interrupted half way
+                assert measure() == found
 
 
 def test_a_limit_takes_whole_windows(tmp_path):
