@@ -61,6 +61,7 @@ class EvalConfig:
     lm_eval: str = key('', 'tasks of the lm-eval harness, joined by commas; core is the CORE set with its centred average')
     lm_tasks: str = key('', 'lm_eval: folder with task files of your own')
     num_fewshot: int = key(-1, 'lm_eval: examples before the question; -1 takes what each task says')
+    chat: bool = key(True, 'hf:FOLDER: read its chat template; False where that cannot be used')
     limit: int = key(0, 'lm_eval: examples of each task at most; 0 takes all')
     curves: str = key('', 'measure nothing; draw the losses in the log.jsonl of these folders, joined by commas, to figure')
     overview: str = key('', 'measure nothing; draw the recurrences and the schedules to this file')
@@ -691,7 +692,7 @@ def prepare(path, config):
     Raises ConfigError for what cannot be measured or, as results or figure, summarised."""
     if path.startswith('hf:') and not config.lm_eval:
         raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; data is for checkpoints of train.py.')
-    model, checkpoint = load(path, use_device(config))
+    model, checkpoint = load(path, use_device(config), chat=config.chat)
     if config.lm_eval:
         if checkpoint['meta']['kind'] == 'task' and checkpoint['meta'].get('aligned', True):
             raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')

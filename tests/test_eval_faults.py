@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +13,12 @@ from conftest import trial
 
 import eval as evaluation
 import prepare_data
+import sample
+from configurator import ConfigError
 from eval import extract_answer, same_answer
-from model import SEQUENTIAL, GPTConfig, Schedule, build
+from model import OURS, SEQUENTIAL, GPTConfig, Schedule, build
 from prepare_data import encode, tokenizer_meta
-from train import Dataset
+from train import Dataset, TrainConfig, train
 
 MODELS = {
     'transformer': {},
@@ -189,6 +192,21 @@ def test_a_response_ends_behind_the_line_of_its_answer(asked, tmp_path):
     assert model.asked == max(len(f'#### {a}\n') for a in answers)
 
 
+def test_show_prints_examples_and_changes_no_number(asked, tmp_path, capsys):
+    data, _, answers = asked
+    settings = dict(n_layer=1, n_head=2, n_embd=16, block_size=64, max_steps=1, warmup_steps=0, batch_size=2, eval_batches=1)
+    train(TrainConfig(**settings, device='cpu', threads=1, data_dir=data.folder, out_dir=f'{tmp_path}/run'))
+    found = []
+    for show in (0, 2, 99):
+        capsys.readouterr()
+        evaluation.main([f'--ckpt={tmp_path}/run', '--device=cpu', '--batch_size=5', '--json=True', f'--show={show}'])
+        out = capsys.readouterr().out
+        found.append(json.loads(out.splitlines()[-1]))
+        shown = [line.removeprefix('target: ') for line in out.splitlines() if line.startswith('target: ')]
+        assert shown == answers[:show] and out.count('\nprompt: ') == len(shown)
+    assert found[0] == found[1] == found[2]
+
+
 # The harness
 
 
@@ -299,3 +317,19 @@ def test_show_is_refused_where_nothing_is_decoded(tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             evaluation.main(['--show=2', *argv])
         assert stop.value.code == 2 and 'show=2' in capsys.readouterr().err
+
+
+def test_a_folder_with_a_template_that_cannot_be_used(tmp_path, monkeypatch):
+    """What the message offers, chat=False, is a setting here too, and it works."""
+    merging_tokenizer(tmp_path)
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'eos_token': '<|endoftext|>'}))
+    (tmp_path / 'chat_template.jinja').write_text('{{ no_such_function() }}')
+    sizes = dict(vocab_size=400, n_layer=1, n_head=2, n_embd=16, block_size=16)
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': OURS, 'settings': asdict(GPTConfig(**sizes))}))
+    monkeypatch.setattr(sample, 'load_pretrained', lambda model, folder: None)
+    config = evaluation.EvalConfig(lm_eval='piqa', device='cpu')
+    with pytest.raises(ConfigError, match='--chat=False'):
+        evaluation.prepare(f'hf:{tmp_path}', config)
+    config.chat = False
+    model, checkpoint, *_ = evaluation.prepare(f'hf:{tmp_path}', config)
+    assert model.config.n_layer == 1 and 'chat_template' not in checkpoint['meta']
