@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from configurator import ConfigError, key, parse, reporting
-from model import SEQUENTIAL, Schedule, count_flops, count_parameters
+from model import LOGITS_AT_ONCE, SEQUENTIAL, Schedule, count_flops, count_parameters
 from prepare_data import encode
 from sample import SampleConfig, complete, find_checkpoint, load, prompt_recurs
 from train import Dataset, TrainConfig, same_tokens, use_device, warn
@@ -61,7 +61,6 @@ class EvalConfig:
     lm_eval: str = key('', 'tasks of the lm-eval harness, joined by commas; core is the CORE set with its centred average')
     lm_tasks: str = key('', 'lm_eval: folder with task files of your own')
     num_fewshot: int = key(-1, 'lm_eval: examples before the question; -1 takes what each task says')
-    chat: bool = key(True, 'hf:FOLDER: read its chat template; False where that cannot be used')
     limit: int = key(0, 'lm_eval: examples of each task at most; 0 takes all')
     curves: str = key('', 'measure nothing; draw the losses in the log.jsonl of these folders, joined by commas, to figure')
     overview: str = key('', 'measure nothing; draw the recurrences and the schedules to this file')
@@ -156,8 +155,8 @@ def score_task(model, data, split, schedule, config, kept):
         rows = np.arange(low, min(low + config.batch_size, total))
         T = int(arrays['lengths'][rows].max())
         x, y, mask = (t[:, :T] for t in data.batch(split, rows, None, model.embed.weight.device))
-        hit = (model(x, schedule=schedule, recur_mask=mask).argmax(-1) == y).cpu().numpy()
-        y = y.cpu().numpy()
+        _, hit = score_tokens(model, model(x, schedule=schedule, recur_mask=mask, logits_from=None), y)
+        hit, y = hit.numpy(), y.cpu().numpy()
         columns = {}
         for name, (first, end) in data.meta['scores'].items():
             row, column = np.nonzero((y >= first) & (y < end))
@@ -335,10 +334,24 @@ def show_answers(examples, kept, n):
         print(f'answer: {text.rstrip()}\ntarget: {example["answer"]}')
 
 
+def score_tokens(model, hidden, targets):
+    """(-log p, whether it is the likeliest token) of each of the targets (..), from the top of the stack (.., n_embd) where
+    they are predicted; float64 and bool, on the CPU. A target of -1 gives 0 and False.
+
+    As in the training, logits are made a few positions at a time, so that memory does not grow with batch times vocabulary.
+    """
+    n, found = max(1, LOGITS_AT_ONCE // model.config.vocab_size), []
+    for part, wanted in zip(hidden.flatten(0, -2).split(n), targets.flatten().split(n), strict=True):
+        logits = model.logits(part)
+        lost = F.cross_entropy(logits, wanted, ignore_index=-1, reduction='none')
+        found.append(torch.stack([lost, (logits.argmax(-1) == wanted).to(lost.dtype)]))
+    lost, hit = torch.cat(found, 1).cpu().double().view(2, *targets.shape)
+    return lost, hit.bool()
+
+
 def nats(model, x, y, schedule, state=None):
     """-log p of the targets y (B, T) under `schedule`, behind `state` if there is one, in float64 on the CPU."""
-    rows = zip(model(x, schedule=schedule, state=state), y, strict=True)  # at once they would take the logits' memory again
-    return torch.stack([F.cross_entropy(*row, reduction='none') for row in rows]).double().cpu()
+    return score_tokens(model, model(x, schedule=schedule, state=state, logits_from=None), y)[0]
 
 
 def score_text(model, data, split, schedule, config, kept):
@@ -570,13 +583,11 @@ def score_continuations(model, pairs, batch_size):
         chosen = pieces[low : low + batch_size]
         longest = len(chosen[0][1]) - 1
         padded = [row[:-1] + [0] * (longest + 1 - len(row)) for _, row, _ in chosen]  # what follows changes nothing
-        batch = model(torch.tensor(padded, device=device), schedule=exactly(longest))
-        for (i, row, n), logits in zip(chosen, batch, strict=True):
-            end, target = len(row) - 1, torch.tensor(row[-n:], device=device)[:, None]
-            logp = logits[end - n : end].double().log_softmax(-1)
+        batch = model(torch.tensor(padded, device=device), schedule=exactly(longest), logits_from=None)
+        for (i, row, n), hidden in zip(chosen, batch, strict=True):
+            lost, hit = score_tokens(model, hidden[len(row) - 1 - n : len(row) - 1], torch.tensor(row[-n:], device=device))
             total, greedy = found[i]
-            greedy = greedy and bool((logp.argmax(-1, keepdim=True) == target).all())
-            found[i] = total + logp.gather(-1, target).sum().item(), greedy
+            found[i] = total - lost.sum().item(), greedy and bool(hit.all())
     return found
 
 
@@ -692,7 +703,7 @@ def prepare(path, config):
     Raises ConfigError for what cannot be measured or, as results or figure, summarised."""
     if path.startswith('hf:') and not config.lm_eval:
         raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; data is for checkpoints of train.py.')
-    model, checkpoint = load(path, use_device(config), chat=config.chat)
+    model, checkpoint = load(path, use_device(config))
     if config.lm_eval:
         if checkpoint['meta']['kind'] == 'task' and checkpoint['meta'].get('aligned', True):
             raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')

@@ -108,9 +108,8 @@ def load_model(path, device='cpu'):
     return model.to(device, dtype).eval(), checkpoint
 
 
-def load_folder(name, device='cpu', chat=True):
-    """As load_model, from a folder of pretrained weights, of the hub's format or one exported here; raises ConfigError.
-    chat: whether its chat template is read."""
+def load_folder(name, device='cpu'):
+    """As load_model, from a folder of pretrained weights, of the hub's format or one exported here; raises ConfigError."""
     folder = pretrained_folder(name)
     model = build(GPTConfig(**pretrained_config(folder, 2048)))  # the whole context of some would take gigabytes of state
     load_pretrained(model, folder)
@@ -119,15 +118,15 @@ def load_folder(name, device='cpu', chat=True):
         meta = json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError:
         meta = {'kind': 'text'} | tokenizer_meta(folder)
-        meta |= chat_meta(folder, meta['tokenizer_json']) if chat else {}
+        meta |= chat_meta(folder, meta['tokenizer_json'])
     except ValueError as e:
         raise ConfigError(f'{path} cannot be read ({e}); export the model again.') from None
     return model.to(device).eval(), {'meta': meta, 'step': 0}
 
 
-def load(path, device='cpu', chat=True):
+def load(path, device='cpu'):
     """As load_model or, for hf:FOLDER, as load_folder."""
-    return load_folder(path.removeprefix('hf:'), device, chat) if path.startswith('hf:') else load_model(path, device)
+    return load_folder(path.removeprefix('hf:'), device) if path.startswith('hf:') else load_model(path, device)
 
 
 def export(model, meta, config):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,10 +12,8 @@ from conftest import trial
 
 import eval as evaluation
 import prepare_data
-import sample
-from configurator import ConfigError
 from eval import extract_answer, same_answer
-from model import OURS, SEQUENTIAL, GPTConfig, Schedule, build
+from model import SEQUENTIAL, GPTConfig, Schedule, build
 from prepare_data import encode, tokenizer_meta
 from train import Dataset, TrainConfig, train
 
@@ -95,6 +92,27 @@ def test_positions_with_nothing_to_score_are_left_out(tmp_path):
     config = SimpleNamespace(batch_size=2, max_batches=0, passes=False, exact='auto')
     found = evaluation.score_text(model, data, 'val', Schedule(), config, evaluation.Kept(str(tmp_path / 'part'), {}))
     assert list(found['by_position']) == ['0-0', '2-3'] and all(map(math.isfinite, found['by_position'].values()))
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_logits_are_made_a_few_positions_at_a_time(name, monkeypatch):
+    """However large the batch: the same numbers, and never more logits at once than the limit."""
+    model, made = small_model(name), []
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randint(256, (2, 7, 16), generator=generator)
+    y[0, :5] = -1
+    logits = model(x, schedule=SEQUENTIAL)
+    expected = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction='none').double()
+    whole = model.logits
+    monkeypatch.setattr(model, 'logits', lambda hidden: made.append(whole(hidden)) or made[-1])
+    for limit in (1, 257 * 3, 257 * 50, 2**25):
+        monkeypatch.setattr(evaluation, 'LOGITS_AT_ONCE', limit)
+        made.clear()
+        lost, hit = evaluation.score_tokens(model, model(x, schedule=SEQUENTIAL, logits_from=None), y)
+        assert torch.equal(hit, logits.argmax(-1) == y)
+        torch.testing.assert_close(lost, expected, rtol=1e-5, atol=1e-6)
+        assert max(part.numel() for part in made) <= max(limit, 257) and sum(len(part) for part in made) == y.numel()
+        torch.testing.assert_close(evaluation.nats(model, x, y, SEQUENTIAL), lost, rtol=1e-6, atol=1e-6)
 
 
 # Answers
@@ -317,19 +335,3 @@ def test_show_is_refused_where_nothing_is_decoded(tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             evaluation.main(['--show=2', *argv])
         assert stop.value.code == 2 and 'show=2' in capsys.readouterr().err
-
-
-def test_a_folder_with_a_template_that_cannot_be_used(tmp_path, monkeypatch):
-    """What the message offers, chat=False, is a setting here too, and it works."""
-    merging_tokenizer(tmp_path)
-    (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'eos_token': '<|endoftext|>'}))
-    (tmp_path / 'chat_template.jinja').write_text('{{ no_such_function() }}')
-    sizes = dict(vocab_size=400, n_layer=1, n_head=2, n_embd=16, block_size=16)
-    (tmp_path / 'config.json').write_text(json.dumps({'model_type': OURS, 'settings': asdict(GPTConfig(**sizes))}))
-    monkeypatch.setattr(sample, 'load_pretrained', lambda model, folder: None)
-    config = evaluation.EvalConfig(lm_eval='piqa', device='cpu')
-    with pytest.raises(ConfigError, match='--chat=False'):
-        evaluation.prepare(f'hf:{tmp_path}', config)
-    config.chat = False
-    model, checkpoint, *_ = evaluation.prepare(f'hf:{tmp_path}', config)
-    assert model.config.n_layer == 1 and 'chat_template' not in checkpoint['meta']
