@@ -177,18 +177,21 @@ def score_task(model, data, split, schedule, config, kept):
 def extract_answer(task, text):
     """The final answer (str) in the text of a response, or None.
 
-    The first `####` decides: the answer is what follows on its line. Markdown's marks are left out: `**`, `__` and backticks
-    anywhere, `*` and `_` at the ends. The answer ends before a full stop that a space follows, except in hotpotqa, whose names
-    hold such stops. What has no letter and no digit is no answer. math500, which other models answer in their own way: without
-    a `####`, the content of the last \\boxed{}.
+    The first `####` decides: the answer is what follows on its line, without marks and further sentences (`bare_answer`). What
+    has no letter and no digit is no answer. math500, which other models answer in their own way: without a `####`, the content
+    of the last \\boxed{}.
     """
     marked = re.search(r'####([^\n]*)', text)
-    if not marked and task == 'math500' and '\\boxed' in text:
-        answer = unboxed(text).strip()
-    else:
-        answer = re.sub(r'\*\*|__|`', '', marked[1] if marked else '').strip('*_ \t\r')
-        answer = answer if task == 'hotpotqa' else re.split(r'\.\s', answer)[0]
+    boxed = unboxed(text) if task == 'math500' and '\\boxed' in text else ''
+    answer = bare_answer(task, marked[1] if marked else boxed)
     return answer if re.search(r'[^\W_]', answer) else None
+
+
+def bare_answer(task, text):
+    """An answer without Markdown's marks, which are `**`, `__` and backticks anywhere, `*` and `_` at the ends. It ends before
+    a full stop that a space follows, except in hotpotqa, whose names hold such stops."""
+    text = re.sub(r'\*\*|__|`', '', text).strip('*_ \t\r\n')
+    return text if task == 'hotpotqa' else re.split(r'\.\s', text)[0]
 
 
 def ends_answer(text):
@@ -199,13 +202,14 @@ def ends_answer(text):
 def same_answer(task, a, b):
     """Whether two final answers (str; None is no answer, which nothing equals) mean the same in a task.
 
-    Numbers by value: currency, thousands commas, trailing zeros, fractions and a unit may be written or left out, but two
-    different units differ; other words beside a number make it another answer. math500: LaTeX besides, up to spacing and
-    notation, not algebra. pathfinding: the nodes but for a full stop.
-    prosqa: the sentence but for case and full stop. hotpotqa: but for case, punctuation and articles (SQuAD's rule).
+    Both are taken bare (`bare_answer`). Numbers by value: currency, thousands commas, trailing zeros, fractions and a unit may
+    be written or left out, but two different units differ; other words beside a number make it another answer. math500: LaTeX
+    besides, up to spacing and notation, not algebra. pathfinding: the nodes but for a full stop. prosqa: the sentence but for
+    case and full stop. hotpotqa: but for case, punctuation and articles (SQuAD's rule).
     """
     if a is None or b is None:
         return False
+    a, b = bare_answer(task, a), bare_answer(task, b)
     if task == 'pathfinding':
         a, b = (re.split(r'(?:\s|,|->|>|→)+', path.strip().rstrip('.')) for path in (a, b))
         return a == b
@@ -752,7 +756,8 @@ def evaluate(path, config):
     kept = Kept(os.path.join(folder, f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json.part'), identity)
     if answers:
         decoded = score_answers(model, data, split, config, kept)
-        show_answers(read_examples(data, split), kept, config.show)
+        if config.show:
+            show_answers(read_examples(data, split), kept, config.show)
         return kept.finish(about | {'decoded': decoded})
     score = score_text if data.is_text else score_task
     measured = schedules(checkpoint['config']).items()

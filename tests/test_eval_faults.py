@@ -131,6 +131,7 @@ def test_the_rule_of_answers():
     for text in ('#### ,', '#### **', '####', '#### .', '#### \n#### 12', '12', '### 12'):
         for task in ('gsm8k', 'hotpotqa', 'pathfinding'):
             assert extract_answer(task, text) is None, text
+    assert same_answer('gsm8k', '12. Next', '12') and same_answer('gsm8k', '12', '**12**')
     assert not same_answer('gsm8k', extract_answer('gsm8k', '#### 12 or 7'), '12')
     assert not same_answer('gsm8k', extract_answer('gsm8k', '#### 12.5'), '12')
     assert extract_answer('hotpotqa', '#### St. Louis') == 'St. Louis'
