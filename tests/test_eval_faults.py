@@ -290,8 +290,17 @@ def test_continuations_longer_than_the_context_and_empty_ones(name):
 def test_one_request_does_not_end_the_harness(tmp_path, capsys):
     pytest.importorskip('lm_eval', reason='the lm-eval harness is an optional extra')
     from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
 
     meta = merging_tokenizer(tmp_path)
+    theirs, scored_alike = SimpleNamespace(backend='causal', tok_encode=lambda text: encode(meta, text)), 0
+    for context, continuation in (request for request in REQUESTS if request[0]):
+        _, scored = TemplateLM._encode_pair(theirs, context, continuation)  # the split of the harness's own classes
+        if scored:  # else they stop
+            scored_alike += scored == evaluation.split_request(meta, context, continuation)[1]
+        else:
+            assert len(evaluation.split_request(meta, context, continuation)[1]) == 1
+    assert scored_alike == 4
     torch.manual_seed(0)
     model = build(GPTConfig(vocab_size=meta['vocab_size'], n_layer=2, n_head=2, n_embd=16, block_size=16)).eval()
     requests = [*REQUESTS, ('', ''), ('A', ' rainy' * 40)]
