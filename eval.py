@@ -32,10 +32,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from configurator import ConfigError, key, parse, reporting
-from model import SEQUENTIAL, Schedule, count_flops, count_parameters
+from model import LOGITS_AT_ONCE, SEQUENTIAL, Schedule, count_flops, count_parameters
 from prepare_data import encode
 from sample import SampleConfig, complete, find_checkpoint, load, prompt_recurs
-from train import Dataset, TrainConfig, same_tokens, use_device
+from train import Dataset, TrainConfig, same_tokens, use_device, warn
 
 
 @dataclass
@@ -45,6 +45,7 @@ class EvalConfig:
     split: str = key('', 'train, val or test; empty takes val for text and test for tasks')
     batch_size: int = key(64, 'sequences at a time', bounds=(1, 2**31))
     max_batches: int = key(0, 'batches at most; 0 takes the whole split', bounds=(0, 2**31))
+    show: int = key(0, 'tasks made of text: print prompt, answer and target of so many examples', bounds=(0, 2**31))
     passes: bool = key(False, 'text: also bits per byte of each pass of the training schedule')
     exact: str = key(
         'auto',
@@ -71,6 +72,8 @@ class EvalConfig:
             raise ConfigError(f'{" and ".join(modes)} are measured or drawn apart; keep one.')
         if modes and self.results or self.figure and (self.lm_eval or self.overview):
             raise ConfigError(f'{"results" if self.results else "figure"} is not written with {modes[0]}; leave it out.')
+        if modes and self.show:
+            raise ConfigError(f'show={self.show} prints decoded answers, not with {modes[0]}; leave it out.')
         if self.diagnose and self.figure and ',' in self.ckpt:
             raise ConfigError(f'figure={self.figure} shows the diagnosis of one checkpoint, and ckpt names several; keep one.')
         if self.curves and not self.figure:
@@ -152,8 +155,8 @@ def score_task(model, data, split, schedule, config, kept):
         rows = np.arange(low, min(low + config.batch_size, total))
         T = int(arrays['lengths'][rows].max())
         x, y, mask = (t[:, :T] for t in data.batch(split, rows, None, model.embed.weight.device))
-        hit = (model(x, schedule=schedule, recur_mask=mask).argmax(-1) == y).cpu().numpy()
-        y = y.cpu().numpy()
+        _, hit = score_tokens(model, model(x, schedule=schedule, recur_mask=mask, logits_from=None), y)
+        hit, y = hit.numpy(), y.cpu().numpy()
         columns = {}
         for name, (first, end) in data.meta['scores'].items():
             row, column = np.nonzero((y >= first) & (y < end))
@@ -172,25 +175,43 @@ def score_task(model, data, split, schedule, config, kept):
 
 
 def extract_answer(task, text):
-    """The final answer (str) in the text of a response, or None: what follows the last `####` on its line; in math500, which
-    other models answer in their own way, else the content of the last \\boxed{}."""
-    marked = re.findall(r'####([^\n]*)', text)
-    if not marked and task == 'math500' and '\\boxed' in text:
-        marked = [unboxed(text)]
-    return marked[-1].strip() or None if marked else None
+    """The final answer (str) in the text of a response, or None.
+
+    The first `####` decides: the answer is what follows on its line, without marks and further sentences (`bare_answer`). What
+    has no letter and no digit is no answer. math500, which other models answer in their own way: without a `####`, the content
+    of the last \\boxed{}.
+    """
+    marked = re.search(r'####([^\n]*)', text)
+    boxed = unboxed(text) if task == 'math500' and '\\boxed' in text else ''
+    answer = bare_answer(task, marked[1] if marked else boxed)
+    return answer if re.search(r'[^\W_]', answer) else None
+
+
+def bare_answer(task, text):
+    """An answer without Markdown's marks, which are `**`, `__` and backticks anywhere, `*` and `_` at the ends. It ends before
+    a full stop that a space follows, except in hotpotqa, whose names hold such stops."""
+    text = re.sub(r'\*\*|__|`', '', text).strip('*_ \t\r\n')
+    return text if task == 'hotpotqa' else re.split(r'\.\s', text)[0]
+
+
+def ends_answer(text):
+    """Whether the line of the first `####` is complete, so that the rest of a response cannot change its answer."""
+    return '\n' in text.partition('####')[2]
 
 
 def same_answer(task, a, b):
     """Whether two final answers (str; None is no answer, which nothing equals) mean the same in a task.
 
-    Numbers by value: currency, thousands commas, trailing zeros, fractions and a unit may be written or left out, but two
-    different units differ. math500: LaTeX besides, up to spacing and notation, not algebra. pathfinding: the nodes.
-    prosqa: the sentence but for case and full stop. hotpotqa: but for case, punctuation and articles (SQuAD's rule).
+    Both are taken bare (`bare_answer`). Numbers by value: currency, thousands commas, trailing zeros, fractions and a unit may
+    be written or left out, but two different units differ; other words beside a number make it another answer. math500: LaTeX
+    besides, up to spacing and notation, not algebra. pathfinding: the nodes but for a full stop. prosqa: the sentence but for
+    case and full stop. hotpotqa: but for case, punctuation and articles (SQuAD's rule).
     """
     if a is None or b is None:
         return False
+    a, b = bare_answer(task, a), bare_answer(task, b)
     if task == 'pathfinding':
-        a, b = (re.split(r'(?:\s|,|->|>|→)+', path.strip()) for path in (a, b))
+        a, b = (re.split(r'(?:\s|,|->|>|→)+', path.strip().rstrip('.')) for path in (a, b))
         return a == b
     if task == 'prosqa':
         a, b = (' '.join(text.lower().split()).rstrip('. ') for text in (a, b))
@@ -269,52 +290,91 @@ def plain_latex(text):
 
 @torch.inference_mode()
 def score_answers(model, data, split, config, kept):
-    """{'exact_match', 'by_depth': {depth: share}, 'answers': how many}: greedy decoding of each prompt, exact and cached, up to
-    the document token or stop_token; what follows the last #### is compared with the answer as the task compares.
+    """{'exact_match', 'by_depth': {depth: share}, 'answers': how many, 'cut': how many of them}.
 
-    Whether the memory is read in the prompt is as in the training: recur_mask comes with the data. Raises ConfigError for a
-    packed split.
+    Greedy decoding of each prompt, exact and cached, up to the end of the line of the first `####`, the document token or
+    stop_token. The answer (`extract_answer`) is compared as the task compares (`same_answer`). A response that reaches the
+    end of the context before is cut: it has no answer, so it is no match. Whether the memory is read in the prompt is as in
+    the training: recur_mask comes with the data. Raises ConfigError for a packed split.
     """
     arrays, meta, task = data.split(split), data.meta, data.meta['task']
     if 'prompt_lengths' not in arrays:
         raise ConfigError(f'split={split} of {data.folder} has several examples in a row; take another split.')
-    with open(os.path.join(data.folder, f'{split}.jsonl'), encoding='utf-8') as f:
-        examples = [json.loads(line) for line in f]
+    examples = read_examples(data, split)
     total = min(len(examples), (config.max_batches or math.inf) * config.batch_size)
     order = np.argsort(arrays['prompt_lengths'][:total], kind='stable')  # little padding
     prefill = 'exact' if config.exact == 'sequential' else 'jacobi'
     greedy = SampleConfig(temperature=0, max_tokens=model.config.block_size, prefill=prefill, jacobi_tol=1e-5)
 
     def measure(low):
-        """Whether each example of the batch is answered."""
-        rows = order[low : low + config.batch_size].tolist()
-        prompts = [arrays['tokens'][i, : arrays['prompt_lengths'][i]].tolist() for i in rows]
-        found = [extract_answer(task, text) for text in complete(model, meta, prompts, greedy, recurs=prompt_recurs(meta))]
-        return [bool(same_answer(task, answer, examples[i]['answer'])) for answer, i in zip(found, rows, strict=True)]
+        """[number, response, 'right', 'wrong' or 'cut'] of each example of the batch."""
+        chosen = order[low : low + config.batch_size].tolist()
+        prompts = [arrays['tokens'][i, : arrays['prompt_lengths'][i]].tolist() for i in chosen]
+        rows, found = complete(model, meta, prompts, greedy, recurs=prompt_recurs(meta), done=ends_answer), []
+        for i, row in zip(chosen, rows, strict=True):
+            right = same_answer(task, extract_answer(task, row.text), examples[i]['answer'])
+            found.append([i, row.text, 'cut' if row.finish != 'stop' else 'right' if right else 'wrong'])
+        return found
 
-    hits = np.zeros(total)
-    hits[order] = [hit for batch in kept.batches('answers', range(0, total, config.batch_size), measure) for hit in batch]
-    return {'exact_match': float(hits.mean()), 'by_depth': shares(hits, arrays['steps'][:total]), 'answers': total}
+    batches = kept.batches('responses', range(0, total, config.batch_size), measure)
+    outcomes = {i: outcome for batch in batches for i, _, outcome in batch}
+    hits, cut = (np.array([outcomes[i] == wanted for i in range(total)]) for wanted in ('right', 'cut'))
+    by_depth = shares(hits, arrays['steps'][:total])
+    return {'exact_match': float(hits.mean()), 'by_depth': by_depth, 'answers': total, 'cut': int(cut.sum())}
+
+
+def read_examples(data, split):
+    """The examples of a task made of text, {'prompt', 'response', 'answer', 'depth'} each."""
+    with open(os.path.join(data.folder, f'{split}.jsonl'), encoding='utf-8') as f:
+        return [json.loads(line) for line in f]
+
+
+def show_answers(examples, kept, n):
+    """Prints the first n of the examples that score_answers has decoded: prompt, answer and target."""
+    decoded = sorted(found for (name, _), batch in kept.found.items() if name == 'responses' for found in batch)
+    for i, text, outcome in decoded[:n]:
+        example = examples[i]
+        print(f'\n--- example {i + 1}, depth {example["depth"]}: {outcome}\nprompt: {example["prompt"].rstrip()}')
+        print(f'answer: {text.rstrip()}\ntarget: {example["answer"]}')
+
+
+def score_tokens(model, hidden, targets):
+    """(-log p, whether it is the likeliest token) of each of the targets (..), from the top of the stack (.., n_embd) where
+    they are predicted; float64 and bool, on the CPU. A target of -1 gives 0 and False.
+
+    As in the training, logits are made a few positions at a time, so that memory does not grow with batch times vocabulary.
+    """
+    n, found = max(1, LOGITS_AT_ONCE // model.config.vocab_size), []
+    for part, wanted in zip(hidden.flatten(0, -2).split(n), targets.flatten().split(n), strict=True):
+        logits = model.logits(part)
+        lost = F.cross_entropy(logits, wanted, ignore_index=-1, reduction='none')
+        found.append(torch.stack([lost, (logits.argmax(-1) == wanted).to(lost.dtype)]))
+    lost, hit = torch.cat(found, 1).cpu().double().view(2, *targets.shape)
+    return lost, hit.bool()
 
 
 def nats(model, x, y, schedule, state=None):
     """-log p of the targets y (B, T) under `schedule`, behind `state` if there is one, in float64 on the CPU."""
-    rows = zip(model(x, schedule=schedule, state=state), y, strict=True)  # at once they would take the logits' memory again
-    return torch.stack([F.cross_entropy(*row, reduction='none') for row in rows]).double().cpu()
+    return score_tokens(model, model(x, schedule=schedule, state=state, logits_from=None), y)[0]
 
 
 def score_text(model, data, split, schedule, config, kept):
     """{'bits_per_byte', 'nats_per_token', 'tokens', 'by_position': {'first-last': bits per byte}, 'passes': {..} if asked}.
 
-    Every token but the first is predicted once, windows do not overlap; tokens that stand for no bytes (the document token) are
-    left out. Position 0 has one token to look at.
+    Every token but the first is predicted once, in windows of block_size that do not overlap; the last window holds what is
+    left, and may be shorter. max_batches takes whole windows alone, spread over the split. Tokens that stand for no bytes (the
+    document token) are not scored, nor counted in 'tokens'. Position 0 has one token to look at.
     """
     stream = data.split(split)
     T = max(1, min(model.config.block_size, len(stream) - 1))
     sizes = torch.tensor(data.meta['token_bytes'])
-    starts = np.arange(0, len(stream) - T, T)
-    if config.max_batches:  # spread over the split
-        starts = starts[np.linspace(0, len(starts) - 1, min(len(starts), config.max_batches * config.batch_size)).astype(int)]
+    n_whole, rest = divmod(len(stream) - 1, T)
+    starts = T * np.arange(n_whole)
+    limit = config.max_batches * config.batch_size
+    if 0 < limit < n_whole + (rest > 0):
+        starts, rest = starts[np.linspace(0, n_whole - 1, min(limit, n_whole)).astype(int)], 0
+    batches = [(starts[low : low + config.batch_size], T) for low in range(0, len(starts), config.batch_size)]
+    batches += [([T * n_whole], rest)] if rest else []
     schedule = exactly(T, config.exact) if schedule == SEQUENTIAL else schedule
     passes = {}  # the schedule that ends with each pass over all positions, the initial one first
     if config.passes and model.config.recurrence != 'none' and schedule.schedule == 'jacobi':
@@ -322,25 +382,27 @@ def score_text(model, data, split, schedule, config, kept):
     elif config.passes and model.config.recurrence != 'none' and schedule.initial:
         passes = {'pass 0': Schedule(), 'all passes': schedule}
 
-    def measure(low):
+    def measure(i):
         """{'sums': of bytes, of tokens with bytes, of nats and of the nats of each pass, at every position; 'apart': ..}."""
-        x, y, _ = data.batch(split, starts[low : low + config.batch_size], T, model.embed.weight.device)
+        chosen, n = batches[i]
+        x, y, _ = data.batch(split, chosen, n, model.embed.weight.device)
         size = sizes[y.cpu()]
         lost = [nats(model, x, y, one) * (size > 0) for one in (schedule, *passes.values())]
-        found = {'sums': [of.sum(0).tolist() for of in (size, size > 0, *lost)]}
-        if schedule.jacobi_tol and not low:  # iterated to convergence: held against token by token, once
+        found = {'sums': [F.pad(of.sum(0), (0, T - n)).tolist() for of in (size, size > 0, *lost)]}
+        if schedule.jacobi_tol and i == 0:  # iterated to convergence: held against token by token, once
             apart = nats(model, x[:1], y[:1], schedule) - nats(model, x[:1], y[:1], SEQUENTIAL)
             found['apart'] = apart.abs().max().item()
         return found
 
-    parts = list(kept.batches(f'sums {schedule}', range(0, len(starts), config.batch_size), measure))
+    parts = list(kept.batches(f'windows {schedule}', range(len(batches)), measure))
     sums = torch.tensor([part['sums'] for part in parts], dtype=torch.float64).view(len(parts), 3 + len(passes), T).sum(0)
     (octets, _, lost), (n_octets, tokens, total, *by_pass) = sums[:3], sums.sum(1).tolist()
     if not n_octets:
         raise ConfigError(f'{data.folder}/{split}.bin has nothing to score: it holds {len(stream)} tokens.')
     unit = n_octets * math.log(2)
     edges = [0, *(2**i for i in range(T.bit_length()) if 2**i < T), T]
-    by_position = {f'{a}-{b - 1}': (lost[a:b].sum() / octets[a:b].sum() / math.log(2)).item() for a, b in pairwise(edges)}
+    filled = [(a, b) for a, b in pairwise(edges) if octets[a:b].sum()]
+    by_position = {f'{a}-{b - 1}': (lost[a:b].sum() / octets[a:b].sum() / math.log(2)).item() for a, b in filled}
     found = {'bits_per_byte': total / unit, 'nats_per_token': total / tokens, 'tokens': int(tokens), 'by_position': by_position}
     if 'apart' in parts[0]:
         found['nats_from_sequential'] = parts[0]['apart']
@@ -440,10 +502,16 @@ def draw_curves(folders, path):
                 lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text(encoding='utf-8').splitlines()]
             except (OSError, ValueError) as e:
                 raise ConfigError(f'curves={folder}: its log.jsonl cannot be read ({e}).') from None
-            train = [(line['step'], line['loss']) for line in lines if 'loss' in line]
-            val = [(line['step'], (line['val_exact'] or line['val'])['loss']) for line in lines if 'val' in line]
-            (drawn,) = panel.plot(*zip(*val, strict=True), label=os.path.basename(folder))
-            panel.plot(*zip(*train, strict=True), alpha=0.4, linewidth=1, color=drawn.get_color(), marker='')
+            train, val = {}, {}
+            for line in lines:  # where nothing was scored, a mean is missing
+                scored = line.get('val_exact') or line.get('val') or {}
+                for points, loss in ((train, line.get('loss')), (val, scored.get('loss'))):
+                    if 'step' in line and loss is not None:
+                        points[line['step']] = loss
+            if not train and not val:
+                raise ConfigError(f'curves={folder}: its log.jsonl holds no loss; train it first.')
+            (drawn,) = panel.plot(list(val), list(val.values()), label=os.path.basename(folder))
+            panel.plot(list(train), list(train.values()), alpha=0.4, linewidth=1, color=drawn.get_color(), marker='')
         panel.set(xlabel='update', ylabel='loss (nats a token): training faint, validation as decoded')
         panel.legend()
 
@@ -504,23 +572,38 @@ CORE = {task: about for about, tasks in CORE.items() for task in tasks.split()}
 def score_continuations(model, pairs, batch_size):
     """(log-probability, whether greedy decoding would give it) of each continuation, for pairs (context ids, its ids).
 
-    Exact decoding, with the context cut from the left where the two do not fit. The order and the batch do not matter.
-    Raises ConfigError for a continuation longer than the context of the model.
+    Exact decoding. A continuation of more than block_size tokens is scored in pieces of block_size; what comes before a piece
+    is cut from the left where the two do not fit. An empty continuation scores 0. The order and the batch do not matter.
     """
     T, device = model.config.block_size, model.embed.weight.device
-    if (n := max((len(continuation) for _, continuation in pairs), default=0)) > T:
-        raise ConfigError(f'a continuation of {n} tokens does not fit the context of {T}.')
-    rows, found = [(context + continuation)[-T - 1 :] for context, continuation in pairs], [None] * len(pairs)
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    for low in tqdm(range(0, len(rows), batch_size), unit='batch', leave=False, disable=None):
-        chosen = order[low : low + batch_size]
-        longest = len(rows[chosen[0]]) - 1
-        padded = [rows[i][:-1] + [0] * (longest + 1 - len(rows[i])) for i in chosen]  # what follows changes nothing
-        for i, logits in zip(chosen, model(torch.tensor(padded, device=device), schedule=exactly(longest)), strict=True):
-            end, n = len(rows[i]) - 1, len(pairs[i][1])
-            target, logp = torch.tensor(rows[i][-n:], device=device)[:, None], logits[end - n : end].double().log_softmax(-1)
-            found[i] = logp.gather(-1, target).sum().item(), bool((logp.argmax(-1, keepdim=True) == target).all())
+    pieces = []  # (number of the pair, tokens that are read and scored, how many of them are scored)
+    for i, (context, continuation) in enumerate(pairs):
+        for start in range(0, len(continuation), T):
+            piece = continuation[start : start + T]
+            pieces.append((i, (context + continuation[:start] + piece)[-T - 1 :], len(piece)))
+    pieces.sort(key=lambda piece: -len(piece[1]))
+    found = [(0.0, len(continuation) > 0) for _, continuation in pairs]
+    for low in tqdm(range(0, len(pieces), batch_size), unit='batch', leave=False, disable=None):
+        chosen = pieces[low : low + batch_size]
+        longest = len(chosen[0][1]) - 1
+        padded = [row[:-1] + [0] * (longest + 1 - len(row)) for _, row, _ in chosen]  # what follows changes nothing
+        batch = model(torch.tensor(padded, device=device), schedule=exactly(longest), logits_from=None)
+        for (i, row, n), hidden in zip(chosen, batch, strict=True):
+            lost, hit = score_tokens(model, hidden[len(row) - 1 - n : len(row) - 1], torch.tensor(row[-n:], device=device))
+            total, greedy = found[i]
+            found[i] = total - lost.sum().item(), greedy and bool(hit.all())
     return found
+
+
+def split_request(meta, context, continuation):
+    """(ids of the context, ids of the continuation) of a request of the harness, as its own classes split.
+
+    Spaces at the end of the context belong to the continuation, and the whole is encoded once. Where a token crosses the
+    border, so that no token is left behind the context's, the last token of the whole is what is scored.
+    """
+    whole = encode(meta, context + continuation)
+    n = min(len(encode(meta, context.rstrip())), max(len(whole) - 1, 0))
+    return whole[:n], whole[n:]
 
 
 def harness(model, meta, batch_size, kept, opens=True):
@@ -531,7 +614,6 @@ def harness(model, meta, batch_size, kept, opens=True):
     try:
         from lm_eval.api.model import LM
         from lm_eval.models.utils import Collator
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     except ImportError:
         raise ConfigError('lm_eval needs the harness; install it with pip install lm-eval.') from None
 
@@ -553,20 +635,15 @@ def harness(model, meta, batch_size, kept, opens=True):
     class Harness(LM):
         @kept_in_parts
         def loglikelihood(asked):
-            pairs = []
-            for context, continuation in asked:
-                context, whole = context.rstrip(), context + continuation  # a token may begin with the spaces between them
-                n, ids = len(encode(meta, context)), encode(meta, whole)
-                pairs.append(([*opening(ids[:n]), *ids[:n]], ids[n:]))
-            return score_continuations(model, pairs, batch_size)
+            pairs = [split_request(meta, *request) for request in asked]
+            if empty := sum(not continuation for _, continuation in pairs):
+                warn(f'{empty} of the requests of the harness have no token to score and count as 0')
+            return score_continuations(model, [(opening(context) + context, ids) for context, ids in pairs], batch_size)
 
         @kept_in_parts
         def loglikelihood_rolling(asked):
-            ids = (encode(meta, text) for (text,) in asked)
-            windows = [list(get_rolling_token_windows(of, meta['document_token'], model.config.block_size, 1)) for of in ids]
-            pairs = [make_disjoint_window(window) for of in windows for window in of]
-            scores = iter(score_continuations(model, pairs, batch_size))
-            return [sum(next(scores)[0] for _ in of) for of in windows]
+            pairs = [([meta['document_token']], encode(meta, text)) for (text,) in asked]
+            return [total for total, _ in score_continuations(model, pairs, batch_size)]
 
         @kept_in_parts
         def generate_until(asked):
@@ -579,7 +656,8 @@ def harness(model, meta, batch_size, kept, opens=True):
                 config = SampleConfig(max_tokens=length, temperature=temperature, jacobi_tol=1e-5)
                 prompts = (encode(meta, context) for context, _ in batch)
                 prompts = [[*opening(ids), *ids][-(T - length + 1) :] for ids in prompts]
-                texts += complete(model, meta, prompts, config, [stops] if isinstance(stops, str) else stops)
+                rows = complete(model, meta, prompts, config, [stops] if isinstance(stops, str) else stops)
+                texts += [row.text for row in rows]
             return batches.get_original(texts)
 
     return Harness()
@@ -644,6 +722,8 @@ def prepare(path, config):
         raise ConfigError(f'{split} of {data.folder} has {n} tokens a row, and {path} a context of {size}; train a longer one.')
     if config.passes and not data.is_text:
         raise ConfigError(f'passes=True measures texts, and {data.folder} is a task; leave it out.')
+    if config.show and data.meta.get('aligned', True):
+        raise ConfigError(f'show={config.show} prints decoded answers, and {data.folder} has none; leave it out.')
     if config.diagnose and not data.is_text:
         raise ConfigError(f'diagnose=True reads texts, and {data.folder} is a task.')
     if config.diagnose and model.config.recurrence == 'none':
@@ -675,7 +755,10 @@ def evaluate(path, config):
     identity['data'] = data.meta['splits'][split]
     kept = Kept(os.path.join(folder, f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json.part'), identity)
     if answers:
-        return kept.finish(about | {'decoded': score_answers(model, data, split, config, kept)})
+        decoded = score_answers(model, data, split, config, kept)
+        if config.show:
+            show_answers(read_examples(data, split), kept, config.show)
+        return kept.finish(about | {'decoded': decoded})
     score = score_text if data.is_text else score_task
     measured = schedules(checkpoint['config']).items()
     return kept.finish(about | {how: score(model, data, split, schedule, config, kept) for how, schedule in measured})
@@ -787,7 +870,7 @@ def report(found):
     if 'decoded' in found:
         answers = found['decoded']
         rows = [['all', answers['exact_match']], *([f'depth {d}', share] for d, share in answers['by_depth'].items())]
-        return print_table([f'{answers["answers"]} answers', 'exact match'], rows)
+        return print_table([f'{answers["answers"]} answers, {answers["cut"]} cut', 'exact match'], rows)
     measured = {name: found[name] for name in ('training', 'exact') if name in found}
     if not summary(found):
         rows = [[name, of['bits_per_byte'], of['nats_per_token'], of['tokens']] for name, of in measured.items()]

@@ -822,7 +822,8 @@ class GPT(nn.Module):
     ):
         """Runs `tokens` (B, T) under `schedule`, after what `state` holds if there is one (then without gradient).
 
-        Without targets: logits (B, T, vocab_size) of the newest output at every position, or at those from logits_from on.
+        Without targets: logits (B, T, vocab_size) of the newest output at every position, or at those from logits_from on; with
+        logits_from=None that output itself, (B, T, n_embd), from which `logits` makes them.
         With targets (B, T), -1 where nothing is scored: the loss, and the mean of each scored pass, (passes,). counts
         (passes,), on the host or not: scored positions of each pass in the whole update, when this batch is a part of it.
         recur_mask (B, T), bool: where False a token reads no memory. changes: a list that receives, for each pass of `jacobi`
@@ -852,7 +853,7 @@ class GPT(nn.Module):
                 # A document token in the padding opens nothing.
                 state.first.copy_(torch.maximum(site.first[:, -1], state.start))
             if targets is None:
-                return self.logits(y[:, logits_from:])
+                return y if logits_from is None else self.logits(y[:, logits_from:])
             passes = self.scored_passes(schedule, T)
             outputs = outputs if self.scores_every_pass else [y]
             wanted = [targets[:, sliced(p)] for p in passes]
@@ -967,7 +968,7 @@ class LSTM(nn.Module):
                 y = torch.cat(steps, 1)
                 state.position += tokens.size(1)
             if targets is None:
-                return self.logits(y[:, logits_from:])
+                return y if logits_from is None else self.logits(y[:, logits_from:])
             counts = count_scored(targets, [range(tokens.size(1))]) if counts is None else counts
             return scored_loss(self, [y], [targets], counts, (1.0,))
 

@@ -326,14 +326,21 @@ class Text:
         return self.new()
 
 
-def complete(model, meta, prompts, config, stops=(), recurs=True):
-    """The text that is decoded behind each of the prompts (ids), read with or without the memory (recurs)."""
+def complete(model, meta, prompts, config, stops=(), recurs=True, done=lambda text: False):
+    """What is decoded behind each of the prompts (ids), read with or without the memory (recurs), as a Text each. done(text):
+    whether a row ends with this text, as with one of the stops, which it would leave out."""
     decoder, rows = Decoder(model, config), [Text(meta, stops) for _ in prompts]
+
+    def push(i, *drawn):
+        if not rows[i].push(*drawn) and done(rows[i].text):
+            rows[i].finish = 'stop'
+        return rows[i].finish is not None
+
     decoder.read(prompts, recurs)
-    generate(decoder, config, lambda i, *drawn: rows[i].push(*drawn))
+    generate(decoder, config, push)
     for row in rows:
         row.close('length')
-    return [row.text for row in rows]
+    return rows
 
 
 def answer(model, meta, prompt):

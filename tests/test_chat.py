@@ -174,12 +174,13 @@ def test_a_template_that_cannot_be_used_is_one_sentence(tmp_path, capsys, says, 
 
 
 def test_an_answer_ends_where_the_turn_does(tmp_path, instruct):
-    """Exact match of a model that answers rightly, ends its turn and goes on with another answer."""
+    """Exact match of a model that answers rightly, ends its turn or the line, and goes on with another answer."""
     _, folder, meta = instruct
     make('pathfinding', tokenizer=folder, out=tmp_path / 'd', **SMALL)
     data = Dataset(str(tmp_path / 'd'))
     examples, arrays = examples_of(tmp_path / 'd', 'test'), data.split('test')
-    for end, right in ((meta['stop_token'], 1.0), (meta['document_token'], 1.0), (encode(meta, '\n')[0], 0.0)):
+    newline, space = encode(meta, '\n')[0], encode(meta, ' ')[0]
+    for end, right in ((meta['stop_token'], 1.0), (meta['document_token'], 1.0), (newline, 1.0), (space, 0.0)):
         script = {}
         for i, e in enumerate(examples):
             prompt = tuple(arrays['tokens'][i, : arrays['prompt_lengths'][i]].tolist())

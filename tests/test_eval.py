@@ -103,7 +103,7 @@ def test_bits_per_byte_equal_those_summed_by_hand(runs, capsys, name):
     stream = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val').astype(np.int64))
     for label, schedule in (evaluation.schedules(checkpoint['config'])).items():
         nats, count = 0.0, 0
-        for start in range(0, len(stream) - 20, 20):
+        for start in range(0, len(stream) - 1, 20):  # the last window is shorter
             window = stream[start : start + 21][None]
             with torch.no_grad():
                 p = F.log_softmax(model(window[:, :-1], schedule=schedule).double(), -1)
@@ -296,14 +296,17 @@ def test_positions_and_passes_add_up(runs, capsys, name):
     found, printed = measured(capsys, f'--ckpt={out}', '--passes', '--batch_size=3')
     model, checkpoint = load_model(str(out / 'ckpt.pt'))
     stream = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val').astype(np.int64))
-    windows = torch.stack([stream[i : i + 21] for i in range(0, len(stream) - 20, 20)])
-    x, y = windows[:, :-1], windows[:, 1:]
-    scored = (y != 256).double()
+    rows = [stream[i : i + 21] for i in range(0, len(stream) - 1, 20)]
+    scored = torch.stack([F.pad(row[1:] != 256, (0, 21 - len(row))) for row in rows]).double()
 
     def lost(schedule):
-        with torch.no_grad():
-            logits = model(x, schedule=schedule)
-        return scored * F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none').view(y.shape) / math.log(2)
+        """(windows, 20); 0 where nothing is scored."""
+        found = torch.zeros_like(scored)
+        for i, row in enumerate(rows):
+            with torch.no_grad():
+                logits = model(row[None, :-1], schedule=schedule)[0]
+            found[i, : len(row) - 1] = F.cross_entropy(logits, row[1:], reduction='none') / math.log(2)
+        return found * scored
 
     for label, schedule in evaluation.schedules(checkpoint['config']).items():
         bits, buckets = lost(schedule), found[label]['by_position']

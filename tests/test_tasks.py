@@ -504,9 +504,9 @@ def test_units_may_be_left_out_but_not_exchanged():
         assert quantity(strange) is None, strange
 
 
-def test_the_last_marked_line_is_the_answer():
+def test_the_first_marked_line_is_the_answer():
     for task in ('gsm8k', 'prosqa', 'pathfinding'):
-        assert extract_answer(task, 'x\n#### 5 \ny\n####  6 7\n') == '6 7'
+        assert extract_answer(task, 'x\n####  6 7 \ny\n#### 5\n') == '6 7'
         assert extract_answer(task, '####8') == '8'
         for text in ('', '5', 'the answer is 5', '####', '#### \n5', '### 5', '\\boxed{5}'):
             assert extract_answer(task, text) is None and not same_answer(task, extract_answer(task, text), '5')
