@@ -25,6 +25,8 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -445,6 +447,7 @@ def bench_data(bench):
     """Tokens a second of the loader in one process, and of a training step on the same batches."""
     config = parse(TrainConfig, [bench.config, f'--data_dir={bench.data_dir}'], 'python bench.py data')
     data, device = Dataset(bench.data_dir), use_device(config)
+    config.reset_token = data.reset_token(config)
     config.vocab_size = data.fit(config)
     T = data.length('train', config.block_size)
     begin = time.perf_counter()

@@ -23,20 +23,23 @@ class ConfigError(Exception):
     """A mistake of the person at the keyboard; its text is one sentence that says what to change."""
 
 
-def key(default, meaning, choices=(), bounds=()):
+def key(default, meaning, choices=(), bounds=(), names=None):
     """A declared setting: its default (which fixes its type), one line of meaning, and the values allowed if they are few, or
-    the lowest and the highest of them."""
-    return field(default=default, metadata={'meaning': meaning, 'choices': tuple(choices), 'bounds': tuple(bounds)})
+    the lowest and the highest of them. names: {word: number} of values outside the bounds that are written as a word."""
+    about = {'meaning': meaning, 'choices': tuple(choices), 'bounds': tuple(bounds), 'names': names or {}}
+    return field(default=default, metadata=about)
 
 
 def check_keys(config):
     """ConfigError for the first key of `config` whose value is not among its choices or outside its bounds."""
     for f in fields(config):
         value, choices, bounds = getattr(config, f.name), f.metadata['choices'], f.metadata['bounds']
+        names = f.metadata['names']
         if choices and value not in choices:
             raise ConfigError(f'{f.name}={value} is not known; {nearest(value, choices)}')
-        if bounds:
-            within(f.name, value, *bounds, f'it must be {spelled(bounds)} ({f.metadata["meaning"]})')
+        if bounds and value not in names.values():
+            allowed = ' or '.join([*names, spelled(bounds)])
+            within(f.name, value, *bounds, f'it must be {allowed} ({f.metadata["meaning"]})')
 
 
 def spelled(bounds):
@@ -55,10 +58,14 @@ def nearest(word, words):
     return f'did you mean {close[0]!r}?' if close else 'choose from: ' + ', '.join(str(w) for w in words) + '.'
 
 
-def typed(name, value, default):
-    """`value` (text from the command line, or an object from a config file) as the type of `default`, or ConfigError."""
+def typed(name, value, default, names=None):
+    """`value` (text from the command line, or an object from a config file) as the type of `default`, or ConfigError.
+    names: {word: number}, as those of a key."""
     kind = type(default)
-    wrong = ConfigError(f'{name}={value} is not {FORMS[kind]}; write it like {name}={show(default) or "1,2"}.')
+    forms, example = ' or '.join([*(names or ()), FORMS[kind]]), show(default, names) or '1,2'
+    wrong = ConfigError(f'{name}={value} is not {forms}; write it like {name}={example}.')
+    if names and isinstance(value, str) and value in names:
+        return names[value]
     try:
         if kind is str:
             if not isinstance(value, str) or '\0' in value:
@@ -82,7 +89,11 @@ def typed(name, value, default):
         raise wrong from None
 
 
-def show(value):
+def show(value, names=None):
+    """`value` as it is written on a command line; names: {word: number}, as those of a key."""
+    for word, number in (names or {}).items():
+        if value == number:
+            return word
     return ','.join(f'{v:g}' for v in value) if isinstance(value, tuple) else str(value)
 
 
@@ -133,10 +144,11 @@ def read_arguments(argv, declared):
 
 def print_help(config_class, usage):
     print(f'usage: {usage}\n\nEvery key, its default and its meaning:')
-    rows = [(f'--{f.name}={show(f.default)}', f.metadata) for f in fields(config_class)]
+    rows = [(f'--{f.name}={show(f.default, f.metadata["names"])}', f.metadata) for f in fields(config_class)]
     width = min(34, max(len(left) for left, _ in rows))
     for left, meta in rows:
-        allowed = ' | '.join(str(c) for c in meta['choices']) or (meta['bounds'] and spelled(meta['bounds']))
+        bounds = [spelled(meta['bounds'])] if meta['bounds'] else []
+        allowed = ' | '.join(str(c) for c in [*meta['choices'], *meta['names'], *bounds])
         print(f'  {left:<{width}}  {meta["meaning"]}' + (f' [{allowed}]' if allowed else ''))
 
 
@@ -172,7 +184,7 @@ def parse(config_class, argv, usage):
                     continue  # what a config file imports or defines for its own use
                 if name not in declared:
                     raise ConfigError(f'unknown key {name!r} in {source}; {nearest(name, declared)}')
-                values[name] = typed(name, value, declared[name].default)
+                values[name] = typed(name, value, declared[name].default, declared[name].metadata['names'])
         config = config_class(**values)
         check_keys(config)
         config.check()

@@ -15,6 +15,8 @@ import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+
 import torch
 from tqdm import tqdm
 
