@@ -18,6 +18,32 @@ from types import ModuleType
 BOOLEANS = {'True': True, 'true': True, '1': True, 'False': False, 'false': False, '0': False}
 FORMS = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 'a text', tuple: 'numbers joined by commas'}
 
+OTHER_NAMES = {  # what other trainers call our keys
+    'learning_rate': 'lr max_lr peak_lr',
+    'batch_size': 'bs train_batch_size',
+    'accumulation': 'grad_accum gradient_accumulation_steps',
+    'max_steps': 'steps iters max_iters num_iterations epochs num_epochs updates',
+    'warmup_steps': 'warmup warmup_iters',
+    'weight_decay': 'wd',
+    'grad_clip': 'clip clip_grad max_grad_norm',
+    'n_layer': 'layers depth num_layers num_hidden_layers',
+    'n_head': 'heads num_heads num_attention_heads',
+    'n_embd': 'width dim d_model hidden_size',
+    'n_hidden': 'd_ff intermediate_size',
+    'block_size': 'context context_length seq_len sequence_length max_length',
+    'data_dir': 'data dataset',
+    'source': 'data dataset input path',
+    'out_dir': 'output output_dir save_dir',
+    'out': 'output output_dir data_dir',
+    'init_from': 'resume checkpoint pretrained',
+    'ckpt': 'model checkpoint out_dir',
+    'dtype': 'precision amp fp16 bf16',
+    'activation_checkpointing': 'gradient_checkpointing',
+    'device': 'gpu cuda',
+    'max_tokens': 'length max_new_tokens',
+    'num_samples': 'n',
+}
+
 
 class ConfigError(Exception):
     """A mistake of the person at the keyboard; its text is one sentence that says what to change."""
@@ -56,6 +82,13 @@ def nearest(word, words):
     """The end of a sentence that helps: the one of `words` that resembles `word`, or else all of them."""
     close = difflib.get_close_matches(str(word), [str(w) for w in words], n=1, cutoff=0.5)
     return f'did you mean {close[0]!r}?' if close else 'choose from: ' + ', '.join(str(w) for w in words) + '.'
+
+
+def unknown(name, declared):
+    """The end of a sentence that helps: the declared key that resembles `name`, by itself or by what others call it."""
+    words = {word: known for known in declared for word in OTHER_NAMES.get(known, '').split()} | {k: k for k in declared}
+    close = difflib.get_close_matches(name.lower(), words, n=1)
+    return f'did you mean {words[close[0]]!r}?' if close else '--help lists the keys.'
 
 
 def typed(name, value, default, names=None):
@@ -170,7 +203,8 @@ def parse(config_class, argv, usage):
     Raises SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake.
     """
     if '--help' in argv or '-h' in argv:
-        print_help(config_class, usage)
+        with reporting():
+            print_help(config_class, usage)
         raise SystemExit(0)
     try:
         declared = {f.name: f for f in fields(config_class)}
@@ -183,7 +217,7 @@ def parse(config_class, argv, usage):
                 if name not in declared and (callable(value) or isinstance(value, ModuleType)):
                     continue  # what a config file imports or defines for its own use
                 if name not in declared:
-                    raise ConfigError(f'unknown key {name!r} in {source}; {nearest(name, declared)}')
+                    raise ConfigError(f'unknown key {name!r} in {source}; {unknown(name, declared)}')
                 values[name] = typed(name, value, declared[name].default, declared[name].metadata['names'])
         config = config_class(**values)
         check_keys(config)
@@ -205,7 +239,8 @@ def reporting():
     """Around the work of a command: whatever a person can cause ends in one sentence and a documented exit code."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout:  # closed from the start, it is None
+            sys.stdout.flush()
     except ConfigError as e:
         raise fail(e) from None
     except KeyboardInterrupt:

@@ -1352,9 +1352,10 @@ DATASETS = {  # name: its settings, what makes it, and its line in the list
 
 def main(argv):
     if not argv or argv[0] in ('--help', '-h', '--list'):
-        print('usage: python prepare_data.py DATASET [--key=value ...]\n\nDatasets (DATASET --help lists the keys of one):')
-        for name, (_, _, line) in DATASETS.items():
-            print(f'  {name:<{max(map(len, DATASETS))}} {line}')
+        with reporting():
+            print('usage: python prepare_data.py DATASET [--key=value ...]\n\nDatasets (DATASET --help lists the keys of one):')
+            for name, (_, _, line) in DATASETS.items():
+                print(f'  {name:<{max(map(len, DATASETS))}} {line}')
         return
     name = argv[0]
     if name not in DATASETS:

@@ -16,3 +16,4 @@ warmup_steps = 50
 eval_interval = 250
 eval_batches = 20
 eval_exact_batches = 4
+dtype = 'float32'  # on a GPU too: so were the results measured

@@ -128,7 +128,9 @@ def main(argv):
     commands = {'model': make_model, 'update': update, 'cost': cost, 'table': table}
     if not argv or argv[0] not in commands:
         if argv in ([], ['--help'], ['-h']):
-            return print(__doc__)
+            with reporting():
+                print(__doc__)
+            return
         raise fail(f'{argv[0]} is no command; {nearest(argv[0], commands)}')
     name, *rest = argv
     if name in ('model', 'table') and len(rest) != 1:
