@@ -336,8 +336,8 @@ class DecodeBench(TimedBench):
     vocab_size: int = key(32768, 'tokens in the vocabulary, as in the LRT paper', bounds=(1, 10**7))
     block_size: int = key(256, 'slots of the state')
     batch_size: int = key(1, 'sequences decoded together', bounds=(1, 10**6))
-    prompt: int = key(32, 'tokens before the first that is measured', bounds=(1, 10**7))
-    tokens: int = key(8, 'tokens in a round', bounds=(1, 10**7))
+    prompt: int = key(32, 'tokens before the first that is measured', bounds=(1, math.inf))
+    tokens: int = key(8, 'tokens in a round', bounds=(1, math.inf))
     compile: bool = key(False, 'compile the repeated block')
 
     def check(self):

@@ -35,7 +35,7 @@ class GPTConfig:
     block_size: int = key(256, 'longest sequence, in tokens', bounds=(1, 10**7))
     n_layer: int = key(6, 'layers', bounds=(1, 1000))
     n_head: int = key(4, 'query heads', bounds=(1, 1000))
-    n_kv_head: int = key(0, 'key/value heads, a divisor of n_head; 0 means n_head', bounds=(0, 1000))
+    n_kv_head: int = key(0, 'key/value heads, a divisor of n_head; 0 means n_head', bounds=(0, math.inf))
     n_embd: int = key(128, 'width D of the residual stream', bounds=(1, 10**7))
     n_hidden: int = key(
         0, 'width inside the MLP; 0 means 4 D (nanochat) or 8/3 D rounded up to a multiple of 64 (llama)', bounds=(0, 10**7)

@@ -862,7 +862,7 @@ def plan(config):
     supply, taken, shares = {s: count_examples(config, s) for s in {*train, *test}}, Counter(), {}
     for split, lengths in (('test', test), ('val', train), ('train', train)):
         left = {s: (supply[s] + 1) // 4 if s in train and split != 'train' else supply[s] - taken[s] for s in lengths}
-        wanted, most = getattr(config, f'n_{split}'), sum(left.values())
+        wanted, most = getattr(config, f'n_{split}'), min(sum(left.values()), 10**9)  # no n_ is larger, and digits are limited
         why = f'with {lengths[0]} to {lengths[-1]} steps there are {most} different examples for {split}, with more more'
         within(f'n_{split}', wanted, 0, most, why)
         weight = {s: Fraction(s**-config.length_bias) for s in lengths}
