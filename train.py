@@ -84,7 +84,7 @@ class TrainConfig(Schedule, GPTConfig):
     )
     max_steps: int = key(2000, 'updates', bounds=FROM_1)
     d_forward_start: int = key(
-        -1, 'jacobi: d_forward at the first update, growing to d_forward; -1: all at once', bounds=(-1, 10**7)
+        -1, 'jacobi: d_forward at the first update, growing to d_forward; -1: all at once', bounds=(-1, math.inf)
     )
     d_forward_steps: int = key(0, 'jacobi: update at which a growing d_forward has reached its full value', bounds=FROM_0)
     batch_size: int = key(32, 'sequences per update, over all processes and micro-batches', bounds=FROM_1)
