@@ -236,8 +236,8 @@ COMMANDS = ['train.py', 'sample.py', 'eval.py', 'bench.py train', '-m runs.retro
 
 @functools.cache
 def run_help(command, **environment):
-    """(exit code, stderr, spin count) of a command's --help whose reader has left. The spin count is how often a thread that waits
-    looks before it sleeps, by what OpenMP prints when it is loaded; None where it prints nothing."""
+    """(exit code, stderr, spin count) of a command's --help whose reader has left. The last is how often a waiting thread
+    looks before it sleeps, as OpenMP prints when it is loaded; None where it prints nothing."""
     reader, writer = os.pipe()
     os.close(reader)
     there = {k: v for k, v in os.environ.items() if k not in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')}
