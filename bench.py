@@ -25,6 +25,8 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -334,8 +336,8 @@ class DecodeBench(TimedBench):
     vocab_size: int = key(32768, 'tokens in the vocabulary, as in the LRT paper', bounds=(1, 10**7))
     block_size: int = key(256, 'slots of the state')
     batch_size: int = key(1, 'sequences decoded together', bounds=(1, 10**6))
-    prompt: int = key(32, 'tokens before the first that is measured', bounds=(1, 10**7))
-    tokens: int = key(8, 'tokens in a round', bounds=(1, 10**7))
+    prompt: int = key(32, 'tokens before the first that is measured', bounds=(1, math.inf))
+    tokens: int = key(8, 'tokens in a round', bounds=(1, math.inf))
     compile: bool = key(False, 'compile the repeated block')
 
     def check(self):
@@ -445,6 +447,7 @@ def bench_data(bench):
     """Tokens a second of the loader in one process, and of a training step on the same batches."""
     config = parse(TrainConfig, [bench.config, f'--data_dir={bench.data_dir}'], 'python bench.py data')
     data, device = Dataset(bench.data_dir), use_device(config)
+    config.reset_token = data.reset_token(config)
     config.vocab_size = data.fit(config)
     T = data.length('train', config.block_size)
     begin = time.perf_counter()
@@ -500,7 +503,8 @@ BENCHES = {
 def main(argv):
     if not argv or argv[0] not in BENCHES:
         if argv in ([], ['--help'], ['-h']):
-            print(__doc__)
+            with reporting():
+                print(__doc__)
             raise SystemExit(0)
         raise fail(f'{argv[0]} is not a benchmark; {nearest(argv[0], BENCHES)}')
     config_class, run = BENCHES[argv[0]]

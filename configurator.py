@@ -18,25 +18,54 @@ from types import ModuleType
 BOOLEANS = {'True': True, 'true': True, '1': True, 'False': False, 'false': False, '0': False}
 FORMS = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 'a text', tuple: 'numbers joined by commas'}
 
+OTHER_NAMES = {  # what other trainers call our keys
+    'learning_rate': 'lr max_lr peak_lr',
+    'batch_size': 'bs train_batch_size',
+    'accumulation': 'grad_accum gradient_accumulation_steps',
+    'max_steps': 'steps iters max_iters num_iterations epochs num_epochs updates',
+    'warmup_steps': 'warmup warmup_iters',
+    'weight_decay': 'wd',
+    'grad_clip': 'clip clip_grad max_grad_norm',
+    'n_layer': 'layers depth num_layers num_hidden_layers',
+    'n_head': 'heads num_heads num_attention_heads',
+    'n_embd': 'width dim d_model hidden_size',
+    'n_hidden': 'd_ff intermediate_size',
+    'block_size': 'context context_length seq_len sequence_length max_length',
+    'data_dir': 'data dataset',
+    'source': 'data dataset input path',
+    'out_dir': 'output output_dir save_dir',
+    'out': 'output output_dir data_dir',
+    'init_from': 'resume checkpoint pretrained',
+    'ckpt': 'model checkpoint out_dir',
+    'dtype': 'precision amp fp16 bf16',
+    'activation_checkpointing': 'gradient_checkpointing',
+    'device': 'gpu cuda',
+    'max_tokens': 'length max_new_tokens',
+    'num_samples': 'n',
+}
+
 
 class ConfigError(Exception):
     """A mistake of the person at the keyboard; its text is one sentence that says what to change."""
 
 
-def key(default, meaning, choices=(), bounds=()):
+def key(default, meaning, choices=(), bounds=(), names=None):
     """A declared setting: its default (which fixes its type), one line of meaning, and the values allowed if they are few, or
-    the lowest and the highest of them."""
-    return field(default=default, metadata={'meaning': meaning, 'choices': tuple(choices), 'bounds': tuple(bounds)})
+    the lowest and the highest of them. names: {word: number} of values outside the bounds that are written as a word."""
+    about = {'meaning': meaning, 'choices': tuple(choices), 'bounds': tuple(bounds), 'names': names or {}}
+    return field(default=default, metadata=about)
 
 
 def check_keys(config):
     """ConfigError for the first key of `config` whose value is not among its choices or outside its bounds."""
     for f in fields(config):
         value, choices, bounds = getattr(config, f.name), f.metadata['choices'], f.metadata['bounds']
+        names = f.metadata['names']
         if choices and value not in choices:
             raise ConfigError(f'{f.name}={value} is not known; {nearest(value, choices)}')
-        if bounds:
-            within(f.name, value, *bounds, f'it must be {spelled(bounds)} ({f.metadata["meaning"]})')
+        if bounds and value not in names.values():
+            allowed = ' or '.join([*names, spelled(bounds)])
+            within(f.name, value, *bounds, f'it must be {allowed} ({f.metadata["meaning"]})')
 
 
 def spelled(bounds):
@@ -55,10 +84,21 @@ def nearest(word, words):
     return f'did you mean {close[0]!r}?' if close else 'choose from: ' + ', '.join(str(w) for w in words) + '.'
 
 
-def typed(name, value, default):
-    """`value` (text from the command line, or an object from a config file) as the type of `default`, or ConfigError."""
+def unknown(name, declared):
+    """The end of a sentence that helps: the declared key that resembles `name`, by itself or by what others call it."""
+    words = {word: known for known in declared for word in OTHER_NAMES.get(known, '').split()} | {k: k for k in declared}
+    close = difflib.get_close_matches(name.lower(), words, n=1)
+    return f'did you mean {words[close[0]]!r}?' if close else '--help lists the keys.'
+
+
+def typed(name, value, default, names=None):
+    """`value` (text from the command line, or an object from a config file) as the type of `default`, or ConfigError.
+    names: {word: number}, as those of a key."""
     kind = type(default)
-    wrong = ConfigError(f'{name}={value} is not {FORMS[kind]}; write it like {name}={show(default) or "1,2"}.')
+    forms, example = ' or '.join([*(names or ()), FORMS[kind]]), show(default, names) or '1,2'
+    wrong = ConfigError(f'{name}={value} is not {forms}; write it like {name}={example}.')
+    if names and isinstance(value, str) and value in names:
+        return names[value]
     try:
         if kind is str:
             if not isinstance(value, str) or '\0' in value:
@@ -82,7 +122,11 @@ def typed(name, value, default):
         raise wrong from None
 
 
-def show(value):
+def show(value, names=None):
+    """`value` as it is written on a command line; names: {word: number}, as those of a key."""
+    for word, number in (names or {}).items():
+        if value == number:
+            return word
     return ','.join(f'{v:g}' for v in value) if isinstance(value, tuple) else str(value)
 
 
@@ -133,10 +177,11 @@ def read_arguments(argv, declared):
 
 def print_help(config_class, usage):
     print(f'usage: {usage}\n\nEvery key, its default and its meaning:')
-    rows = [(f'--{f.name}={show(f.default)}', f.metadata) for f in fields(config_class)]
+    rows = [(f'--{f.name}={show(f.default, f.metadata["names"])}', f.metadata) for f in fields(config_class)]
     width = min(34, max(len(left) for left, _ in rows))
     for left, meta in rows:
-        allowed = ' | '.join(str(c) for c in meta['choices']) or (meta['bounds'] and spelled(meta['bounds']))
+        bounds = [spelled(meta['bounds'])] if meta['bounds'] else []
+        allowed = ' | '.join(str(c) for c in [*meta['choices'], *meta['names'], *bounds])
         print(f'  {left:<{width}}  {meta["meaning"]}' + (f' [{allowed}]' if allowed else ''))
 
 
@@ -158,7 +203,8 @@ def parse(config_class, argv, usage):
     Raises SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake.
     """
     if '--help' in argv or '-h' in argv:
-        print_help(config_class, usage)
+        with reporting():
+            print_help(config_class, usage)
         raise SystemExit(0)
     try:
         declared = {f.name: f for f in fields(config_class)}
@@ -171,8 +217,8 @@ def parse(config_class, argv, usage):
                 if name not in declared and (callable(value) or isinstance(value, ModuleType)):
                     continue  # what a config file imports or defines for its own use
                 if name not in declared:
-                    raise ConfigError(f'unknown key {name!r} in {source}; {nearest(name, declared)}')
-                values[name] = typed(name, value, declared[name].default)
+                    raise ConfigError(f'unknown key {name!r} in {source}; {unknown(name, declared)}')
+                values[name] = typed(name, value, declared[name].default, declared[name].metadata['names'])
         config = config_class(**values)
         check_keys(config)
         config.check()
@@ -193,7 +239,8 @@ def reporting():
     """Around the work of a command: whatever a person can cause ends in one sentence and a documented exit code."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout:  # closed from the start, it is None
+            sys.stdout.flush()
     except ConfigError as e:
         raise fail(e) from None
     except KeyboardInterrupt:

@@ -26,6 +26,8 @@ from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+
 import numpy as np
 import torch
 import torch.nn.functional as F

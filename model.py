@@ -35,7 +35,7 @@ class GPTConfig:
     block_size: int = key(256, 'longest sequence, in tokens', bounds=(1, 10**7))
     n_layer: int = key(6, 'layers', bounds=(1, 1000))
     n_head: int = key(4, 'query heads', bounds=(1, 1000))
-    n_kv_head: int = key(0, 'key/value heads, a divisor of n_head; 0 means n_head', bounds=(0, 1000))
+    n_kv_head: int = key(0, 'key/value heads, a divisor of n_head; 0 means n_head', bounds=(0, math.inf))
     n_embd: int = key(128, 'width D of the residual stream', bounds=(1, 10**7))
     n_hidden: int = key(
         0, 'width inside the MLP; 0 means 4 D (nanochat) or 8/3 D rounded up to a multiple of 64 (llama)', bounds=(0, 10**7)
@@ -61,7 +61,7 @@ class GPTConfig:
     )
     residual_injection: bool = key(True, 'LRT: add gamma_l m to the input of every layer')
     identity_init: bool = key(False, 'LRT: start as the model without memory (gamma, W_K, W_V at 0), for retrofits')
-    reset_token: int = key(-1, 'token that opens a document: there the memory read is 0; -1 for none')
+    reset_token: int = key(-1, 'token that opens a document: there the memory read is 0', bounds=(0, 10**7), names={'none': -1})
     document_attention: bool = key(False, 'cut attention at reset_token too')
 
     @property
@@ -138,19 +138,17 @@ class GPTConfig:
                     'memory_projection=none with residual_injection=False leaves LRT no way to read its memory; '
                     'switch one on or take recurrence=none.'
                 )
-        if self.architecture == 'lstm' and (self.recurrence, self.reset_token, self.n_loop) != ('none', -1, 1):
+        if self.architecture == 'lstm' and (self.recurrence != 'none' or self.reset_token >= 0 or self.n_loop > 1):
             raise ConfigError(
-                f'architecture=lstm has its own memory and takes recurrence=none, reset_token=-1 and n_loop=1, '
-                f'not recurrence={self.recurrence}, reset_token={self.reset_token}, n_loop={self.n_loop}.'
+                f'architecture=lstm has its own memory and takes recurrence=none, reset_token=none and n_loop=1, '
+                f'not recurrence={self.recurrence}, reset_token={max(self.reset_token, -1)}, n_loop={self.n_loop}.'
             )
-        if self.reset_token < -1 or (self.vocab_size and self.reset_token >= self.vocab_size):
+        if self.vocab_size and self.reset_token >= self.vocab_size:
             raise ConfigError(
-                f'reset_token={self.reset_token} is outside the vocabulary of {self.vocab_size} tokens; -1 is none.'
+                f'reset_token={self.reset_token} is outside the vocabulary of {self.vocab_size} tokens; take document or none.'
             )
-        if self.document_attention and self.reset_token < 0:
-            raise ConfigError(
-                f'document_attention=True needs the token that opens a document, and reset_token={self.reset_token} is none.'
-            )
+        if self.document_attention and self.reset_token == -1:
+            raise ConfigError('document_attention=True needs the token that opens a document, and reset_token=none.')
 
 
 @dataclass

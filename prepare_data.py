@@ -862,7 +862,7 @@ def plan(config):
     supply, taken, shares = {s: count_examples(config, s) for s in {*train, *test}}, Counter(), {}
     for split, lengths in (('test', test), ('val', train), ('train', train)):
         left = {s: (supply[s] + 1) // 4 if s in train and split != 'train' else supply[s] - taken[s] for s in lengths}
-        wanted, most = getattr(config, f'n_{split}'), sum(left.values())
+        wanted, most = getattr(config, f'n_{split}'), min(sum(left.values()), 10**9)  # no n_ is larger, and digits are limited
         why = f'with {lengths[0]} to {lengths[-1]} steps there are {most} different examples for {split}, with more more'
         within(f'n_{split}', wanted, 0, most, why)
         weight = {s: Fraction(s**-config.length_bias) for s in lengths}
@@ -1352,9 +1352,10 @@ DATASETS = {  # name: its settings, what makes it, and its line in the list
 
 def main(argv):
     if not argv or argv[0] in ('--help', '-h', '--list'):
-        print('usage: python prepare_data.py DATASET [--key=value ...]\n\nDatasets (DATASET --help lists the keys of one):')
-        for name, (_, _, line) in DATASETS.items():
-            print(f'  {name:<{max(map(len, DATASETS))}} {line}')
+        with reporting():
+            print('usage: python prepare_data.py DATASET [--key=value ...]\n\nDatasets (DATASET --help lists the keys of one):')
+            for name, (_, _, line) in DATASETS.items():
+                print(f'  {name:<{max(map(len, DATASETS))}} {line}')
         return
     name = argv[0]
     if name not in DATASETS:

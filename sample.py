@@ -15,6 +15,8 @@ import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+
 import torch
 from tqdm import tqdm
 
@@ -47,7 +49,7 @@ class SampleConfig:
     max_tokens: int = key(256, 'tokens to add at most; the context or the document may end earlier', bounds=(1, math.inf))
     temperature: float = key(0.8, 'below 1 favours likely tokens; 0 always takes the likeliest', bounds=(0, math.inf))
     top_k: int = key(0, 'sample among the k likeliest tokens; 0 is all', bounds=(0, math.inf))
-    top_p: float = key(1.0, 'sample among the likeliest tokens that together reach this probability', bounds=(0, 1))
+    top_p: float = key(1.0, 'sample among the likeliest tokens that together reach this probability', bounds=(1e-9, 1))
     min_p: float = key(0.0, 'sample among the tokens with at least this share of the likeliest one', bounds=(0, 1))
     stop: str = key('', 'end a continuation before this text; several are separated by |')
     seed: int = key(1337, 'sample i is drawn with seed + i, whatever is decoded beside it', bounds=(0, 2**62 - 1))
@@ -65,8 +67,6 @@ class SampleConfig:
     threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
 
     def check(self):
-        if self.top_p == 0:
-            raise ConfigError('top_p=0 leaves no token; take --temperature=0 for the likeliest alone.')
         if self.prompt and self.prompt_file:
             raise ConfigError(f'both prompt and prompt_file={self.prompt_file} are given; keep one.')
         if self.prompt_lines and not self.prompt_file:

@@ -29,6 +29,8 @@ if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there w
 
     signal.signal(signal.SIGINT, leave)  # until a run, which has something to save, sets its own
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -61,6 +63,7 @@ EXIT_CODES = (
     'finite any more; 4 another process of the run has ended; 130 or 143 after SIGINT or SIGTERM, with the state saved.'
 )
 
+DOCUMENT = -2  # reset_token=document until the data are known
 FROM_0, FROM_1, ANY = (0, 2**31 - 1), (1, 2**31 - 1), (0, math.inf)  # bounds of counts, and of what is no count
 
 
@@ -69,6 +72,12 @@ class TrainConfig(Schedule, GPTConfig):
     """Every setting of a training run; those of the model and of the schedule are declared in model.py."""
 
     data_dir: str = key('data/stdlib', 'dataset made by prepare_data.py')
+    reset_token: int = key(
+        DOCUMENT,
+        'where the memory read is 0: at the documents of a text or of packed examples, nowhere, or at this token of the data',
+        bounds=(0, 10**7),
+        names={'document': DOCUMENT, 'none': -1},
+    )
     document_rows: bool = key(False, 'each training sequence of a text starts at a document, whose token is reset_token')
     out_dir: str = key('out/run', 'folder for ckpt.pt and log.jsonl')
     init_from: str = key(
@@ -76,7 +85,7 @@ class TrainConfig(Schedule, GPTConfig):
     )
     max_steps: int = key(2000, 'updates', bounds=FROM_1)
     d_forward_start: int = key(
-        -1, 'jacobi: d_forward at the first update, growing to d_forward; -1: all at once', bounds=(-1, 10**7)
+        -1, 'jacobi: d_forward at the first update, growing to d_forward; -1: all at once', bounds=(-1, math.inf)
     )
     d_forward_steps: int = key(0, 'jacobi: update at which a growing d_forward has reached its full value', bounds=FROM_0)
     batch_size: int = key(32, 'sequences per update, over all processes and micro-batches', bounds=FROM_1)
@@ -138,8 +147,8 @@ class TrainConfig(Schedule, GPTConfig):
         folder = self.init_from.removeprefix('hf:')
         if folder != self.init_from and (os.path.isdir(folder) or not self.dry_run):  # a dry run fetches nothing
             for name, value in pretrained_config(folder, self.block_size).items():
-                about_data = name in ('reset_token', 'document_attention')  # these shape no weights: what is given holds
-                if not about_data or getattr(self, name) == getattr(GPTConfig, name):
+                given = name == 'document_attention' and self.document_attention  # which shapes no weights
+                if name != 'reset_token' and not given:  # the token of documents is that of the new data
                     setattr(self, name, value)
         GPTConfig.check(self)
         Schedule.check(self)
@@ -229,6 +238,9 @@ class Dataset:
             if not isinstance(self.vocab_size, int) or not 0 < self.vocab_size < 2**31:
                 raise ValueError(f'vocab_size={self.vocab_size}')
             self.scores = {name: (int(low), int(high)) for name, (low, high) in self.meta.get('scores', {}).items()}
+            self.document_token = self.meta.get('document_token', -1)
+            if not isinstance(self.document_token, int) or not -1 <= self.document_token < self.vocab_size:
+                raise ValueError(f'document_token={self.document_token}')
             self.longest = {} if self.is_text else {name: int(n) for name, n in self.meta['longest'].items()}
             if self.is_text:
                 self.expect(self.vocab_size, len(self.meta['token_bytes']), 'entries of token_bytes')
@@ -272,8 +284,21 @@ class Dataset:
         if name not in self.starts:
             stream, size = self.split(name), 2**24
             blocks = ((i, stream[i : i + size]) for i in range(0, len(stream), size))
-            self.starts[name] = np.concatenate([np.flatnonzero(b == self.meta['document_token']) + i for i, b in blocks])
+            self.starts[name] = np.concatenate([np.flatnonzero(b == self.document_token) + i for i, b in blocks])
         return self.starts[name]
+
+    def reset_token(self, config):
+        """The number that reset_token of the settings means with these data; raises ConfigError for another token of theirs."""
+        if config.reset_token == DOCUMENT:
+            used = config.architecture == 'gpt' and (self.is_text or config.document_attention)
+            return self.document_token if used else -1
+        reads = config.recurrence != 'none' or config.document_attention
+        if reads and config.reset_token not in (-1, self.document_token):
+            theirs = f'where {self.document_token} does' if self.document_token >= 0 else 'which marks none'
+            raise ConfigError(
+                f'reset_token={config.reset_token} opens no document of {self.folder}, {theirs}; take document or none.'
+            )
+        return config.reset_token
 
     def fit(self, config):
         """Raises ConfigError when the model cannot take this dataset; returns the vocabulary size of the model."""
@@ -293,17 +318,15 @@ class Dataset:
                     f'{self.folder} has examples of {longest} tokens, above block_size={config.block_size}; take {longest}.'
                 )
         if not self.is_text and 'rows' in self.meta['splits']['train']:
-            token = self.meta.get('document_token')
-            if config.reset_token != token or not config.document_attention:
+            if config.reset_token != self.document_token or not config.document_attention:
                 raise ConfigError(
                     f'{self.folder} has several examples in a row, which would read each other with reset_token='
                     f'{config.reset_token} and document_attention={config.document_attention}; '
-                    f'take --reset_token={token} --document_attention=True, or prepare it with pack=0.'
+                    f'take --reset_token=document --document_attention=True, or prepare it with pack=0.'
                 )
         if config.document_rows:
-            token = self.meta.get('document_token') if self.is_text else None
-            if token is None or config.reset_token != token:
-                what = f'reset_token={token}, the token that opens its documents' if self.is_text else 'a text, not a task'
+            if not self.is_text or config.reset_token != self.document_token or self.document_token < 0:
+                what = 'reset_token=document, and a token that opens them' if self.is_text else 'a text, not a task'
                 raise ConfigError(f'document_rows=True needs, with {self.folder}, {what}.')
             for name in ('train', 'val'):
                 starts, end, T = self.openings(name), len(self.split(name)), config.block_size
@@ -785,6 +808,8 @@ def count_memory(config):
 
 def dry_run(config):
     """Prints parameters by part, the recurrence's share, operations per token and memory, from weights that hold none."""
+    if config.reset_token == DOCUMENT:  # without data; whichever token it is, the cost is the same
+        config.reset_token = 0
     with torch.device('meta'):
         model = build(config)
     parts, flops = count_parameters(model), count_flops(model, config, config.block_size)
@@ -836,7 +861,9 @@ def main(argv):
     with reporting():
         if config.dry_run:
             if not config.vocab_size and os.path.exists(os.path.join(config.data_dir, 'meta.json')):
-                config.vocab_size = Dataset(config.data_dir).fit(config)
+                data = Dataset(config.data_dir)
+                config.reset_token = data.reset_token(config)
+                config.vocab_size = data.fit(config)
             if not config.vocab_size:
                 raise ConfigError(
                     f'vocab_size=0 takes the number from data_dir={config.data_dir}, which holds no dataset; give a number.'
@@ -875,6 +902,7 @@ def run(config, held):
     if config.attention == 'flex' and kind != 'cuda':
         raise ConfigError(f'attention=flex has no backward on {kind}; take attention=sdpa, or a CUDA device.')
     data = Dataset(config.data_dir)
+    config.reset_token = data.reset_token(config)
     config.vocab_size = data.fit(config)
     config.check()
     if config.init_from.startswith('hf:'):

@@ -17,3 +17,4 @@ weight_decay = 0.0
 eval_interval = 250
 eval_exact_batches = 4
 threads = 1
+dtype = 'float32'  # on a GPU too: so were the results measured

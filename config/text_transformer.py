@@ -6,7 +6,6 @@ out_dir = 'out/text_transformer'
 
 n_layer, n_head, n_embd = 6, 4, 128
 block_size = 128
-reset_token = 256  # the document token: it opens every file
 
 max_steps = 1500
 batch_size = 16
@@ -17,3 +16,4 @@ warmup_steps = 50
 eval_interval = 250
 eval_batches = 20
 eval_exact_batches = 4
+dtype = 'float32'  # on a GPU too: so were the results measured

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+
 import torch
 from tqdm import tqdm
 
@@ -56,6 +58,7 @@ def update(argv):
     plain transformer's. One update warms up."""
     config = parse(TrainConfig, argv, 'python -m runs.retrofit update config/NAME.py [--key=value ...]')
     data, device = Dataset(config.data_dir), use_device(config)
+    config.reset_token = data.reset_token(config)
     data.fit(config)
     T = data.length('train', config.block_size)
     torch.manual_seed(config.seed)
@@ -125,7 +128,9 @@ def main(argv):
     commands = {'model': make_model, 'update': update, 'cost': cost, 'table': table}
     if not argv or argv[0] not in commands:
         if argv in ([], ['--help'], ['-h']):
-            return print(__doc__)
+            with reporting():
+                print(__doc__)
+            return
         raise fail(f'{argv[0]} is no command; {nearest(argv[0], commands)}')
     name, *rest = argv
     if name in ('model', 'table') and len(rest) != 1:

@@ -318,7 +318,7 @@ def test_help_lists_every_key_with_default_and_meaning(here, capsys, main, confi
     for f in fields(config_class):
         (line,) = [n for n in lines if n.strip().startswith(f'--{f.name}=')]
         assert f.metadata['meaning'] and f.metadata['meaning'] in line
-        assert line.strip().split('  ')[0] == f'--{f.name}={configurator.show(f.default)}'
+        assert line.strip().split('  ')[0] == f'--{f.name}={configurator.show(f.default, f.metadata["names"])}'
         assert all(str(c) in line for c in f.metadata['choices'])
     assert not list(here.iterdir())
 
@@ -354,10 +354,10 @@ LRT = 'recurrence=lrt source_layer=1'
         (f'{LRT} memory_projection=none residual_injection=False', ['memory_projection=none', 'residual_injection=False']),
         (f'architecture=lstm {T2MLR}', ['architecture=lstm', 'recurrence=t2mlr']),
         ('architecture=lstm reset_token=1', ['architecture=lstm', 'reset_token=1']),
-        ('reset_token=-2', ['reset_token=-2']),
+        ('reset_token=-3', ['reset_token=-3', 'document or none']),
         ('reset_token=257', ['reset_token=257', '257']),
         ('reset_token=300 vocab_size=300', ['reset_token=300', '300']),
-        ('document_attention=True', ['document_attention=True', 'reset_token']),
+        ('document_attention=True reset_token=none', ['document_attention=True', 'reset_token']),
         ('d_forward=-1', ['d_forward=-1']),
         ('d_backward=0', ['d_backward=0']),
         ('n_subsets=0', ['n_subsets=0']),

@@ -540,8 +540,8 @@ def test_document_rows_start_at_documents(folders, tmp_path):
     train.train(config)
     assert read_losses(tmp_path / 'out')
     for changed, says in (
-        ({'reset_token': -1, 'document_attention': False}, 'reset_token=256'),
-        ({'reset_token': 32}, 'reset_token=256'),
+        ({'reset_token': -1, 'document_attention': False}, 'reset_token=document'),
+        ({'reset_token': 32}, 'reset_token=32 opens no document of .*, where 256 does'),
         ({'block_size': 10**6}, 'too few for block_size'),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -704,8 +704,12 @@ def test_the_loss_of_a_packed_row_is_that_of_its_examples(packed, name, recurren
 def test_packed_data_trains_where_its_documents_are_kept_apart(packed, tmp_path):
     changes = {'block_size': 400, 'document_attention': True}
     short_run(packed / 'v400', tmp_path, **changes)
-    for wrong in ({'document_attention': False}, {'reset_token': 32}, {'document_attention': False, 'reset_token': -1}):
-        with pytest.raises(ConfigError, match='--reset_token=256 --document_attention=True'):
+    for wrong, says in (
+        ({'document_attention': False}, '--reset_token=document --document_attention=True'),
+        ({'document_attention': False, 'reset_token': -1}, '--reset_token=document --document_attention=True'),
+        ({'reset_token': 32}, 'reset_token=32 opens no document'),
+    ):
+        with pytest.raises(ConfigError, match=says):
             short_run(packed / 'v400', tmp_path / 'none', **(changes | wrong))
     with pytest.raises(ConfigError, match='block_size=300; take 400'):
         short_run(packed / 'v400', tmp_path / 'none', **(changes | {'block_size': 300}))
