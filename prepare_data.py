@@ -375,7 +375,8 @@ def file_sha256(path):
 def settings_of(config, *left_out):
     """The settings that decide what a dataset holds, for its meta.json. A key that datasets made before lack is left out at
     its default, so that they stay what is asked for."""
-    left_out += ('out', 'overwrite') + (('text_key',) if getattr(config, 'text_key', '') == 'text' else ())
+    later = {'text_key': 'text', 'chat_date': CHAT_DATE}
+    left_out += ('out', 'overwrite', *(name for name, default in later.items() if getattr(config, name, default) == default))
     return {name: value for name, value in asdict(config).items() if name not in left_out}
 
 
@@ -509,6 +510,17 @@ def folders_below(root, enters):
             yield folder, names
 
 
+def paths_like(pattern):
+    """Sorted paths that match a pattern; its ** is any number of folders, each entered once, where glob takes 2^40
+    ways through two links to a folder above."""
+    start, *rest = re.split(r'(?:^|(?<=/))\*\*(?:/|$)', pattern, maxsplit=1)
+    if rest in ([], ['']):
+        return sorted(glob.glob(start or '.') if rest else glob.glob(pattern))
+    roots = [root for root in glob.glob(start or '.') if os.path.isdir(root)]
+    folders = (folder for root in roots for folder, _ in folders_below(root, lambda f: os.path.basename(f)[0] != '.'))
+    return sorted(path for folder in folders for path in paths_like(os.path.join(glob.escape(folder), *rest)))
+
+
 def find_files(config):
     """Paths of the documents, sorted by their path below the source that holds them.
 
@@ -533,7 +545,7 @@ def find_files(config):
 
     for source in [sysconfig.get_path('stdlib')] if stdlib else filter(None, map(str.strip, config.source.split(','))):
         source = os.path.expanduser(source)
-        matches = [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
+        matches = [source] if os.path.exists(source) else paths_like(source)
         if not matches:
             path = Path(source)
             close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob('*')], n=1)
@@ -560,7 +572,7 @@ def find_files(config):
 
 
 class KeptOut:
-    """Documents that a dataset leaves out: `found` is {why: {'count', 'first': [[file, entry], ..]}}, the first NAMED of each."""
+    """Documents that a dataset leaves out: `found` is {why: {'count', 'first': [[file, entry], ..]}}, NAMED at most."""
 
     NAMED = 20
 
@@ -635,7 +647,7 @@ def make_text(_, config):
     if single:
         content = Path(next(iter(documents))).read_bytes()
         cut = characters_up_to(content, cut_of(len(content), config.val_fraction))
-    if not documents or single and not cut:
+    if not documents or single and not 0 < cut < len(content):
         found = f'source={config.source or about}, extensions={config.extensions or "all"} (files found: {len(files)})'
         raise ConfigError(f'{found} holds no text that has a part for train and one for val; name more.')
     in_val = smallest(documents.values(), config.val_fraction)
@@ -698,7 +710,7 @@ def list_corpus(config):
             builder = extra('datasets').load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
             return [[str(path), 1] for path in builder.config.data_files['train']]  # each names its revision
     files = find_files(TextConfig(source=config.source, extensions=','.join([*CORPUS, 'py']), out=config.out))
-    refuse_scripts(files)
+    refuse_scripts(files, CORPUS)
     for path in files:
         if ending(path) not in (*CORPUS, '.json', '.json.gz', '.json.zst'):
             raise ConfigError(f'{path} is no parquet, jsonl or txt file, nor json, nor one packed by gzip or zstd; convert it.')
@@ -710,13 +722,13 @@ def list_corpus(config):
     return [[path, os.path.getsize(path)] for path in files]
 
 
-def refuse_scripts(files):
-    """ConfigError for the first of the files that is Python code, with a pattern for the data beside it."""
+def refuse_scripts(files, kinds):
+    """ConfigError for the first of the files that is Python code, with a pattern for the data beside it, of one of the kinds."""
     for path in files:
         if path.endswith('.py'):
-            below = os.path.dirname(path) + os.sep
-            data = next((f for f in files if f.startswith(below) and not f.endswith('.py')), below + '.parquet')
-            pattern = f'{os.path.dirname(data)}/*{ending(data) or os.path.basename(data)}'
+            folder = os.path.dirname(path)
+            data = next((f for f in files if f.startswith(folder + os.sep) and ending(f) in kinds), f'{folder}/x{kinds[0]}')
+            pattern = f'{os.path.dirname(data)}/*{ending(data)}'
             raise ConfigError(f'{path} is a script, and no code of a dataset is run; name its data, like --source={pattern}.')
 
 
@@ -1237,6 +1249,7 @@ class TextTaskConfig:
 
     tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     chat: bool = key(True, "ask in the chat template of the tokenizer's folder, where there is one")
+    chat_date: str = key(CHAT_DATE, 'what a chat template that asks for the date takes for today')
     longest: int = key(0, 'tokens that an example may have; 0: as many as it needs', bounds=(0, 10**6))
     drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
     pack: int = key(0, 'tokens of a row of train, which several examples share; 0: a row each', bounds=(0, 10**6))
@@ -1248,16 +1261,21 @@ class TextTaskConfig:
     def check(self):
         if self.drop_longer and not self.longest:
             raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
+        try:
+            datetime.date.fromisoformat(self.chat_date)
+        except ValueError:
+            raise ConfigError(f'chat_date={self.chat_date} is no date; write it like chat_date={CHAT_DATE}.') from None
 
 
 def make_task(task, config):
     """A task made of text: its examples, drawn from a seed or read, as write_task() writes them."""
-    out, wanted = config.out or f'data/{task}', {'kind': 'task', 'task': task, 'settings': settings_of(config, 'source')}
+    out, settings = config.out or f'data/{task}', settings_of(config, 'source')
+    wanted = {'kind': 'task', 'task': task, 'settings': settings}
     if isinstance(config, QuestionConfig):
         wanted['source'] = source_names(config.source, HUB[task][0])
     wanted |= tokenizer_meta(config.tokenizer)
     if config.chat and 'tokenizer_json' in wanted:
-        wanted |= chat_meta(config.tokenizer, wanted['tokenizer_json'])
+        wanted |= chat_meta(config.tokenizer, wanted['tokenizer_json'], config.chat_date)
     if not is_ready(out, config.overwrite, wanted):
         examples = read_questions(task, config) if isinstance(config, QuestionConfig) else draw_task(config)
         write_task(config, out, wanted, examples)
@@ -1479,48 +1497,57 @@ HUB = {  # what `datasets` loads: plain files, no code of theirs
 
 @dataclass
 class QuestionConfig(TextTaskConfig):
-    source: str = key('', 'a jsonl, json or parquet file of the same format, or a folder of them; empty: the hub')
+    source: str = key('', 'a jsonl, json or parquet file of the same format, a folder or pattern of them; empty: the hub')
     val_fraction: float = key(0.05, 'share of the examples that makes val, where only train or val is there', bounds=SHARE)
 
 
 def read_rows(path):
-    """The rows of a jsonl, json (a list) or parquet file; ConfigError for what is none."""
-    remedy = 'it should hold one JSON object a row'
+    """The rows of a jsonl, json (a list) or parquet file, the first two perhaps packed; ConfigError for what is none."""
+    remedy, kind = 'it should hold one JSON object a row', os.path.splitext(path.removesuffix('.gz').removesuffix('.zst'))[1]
     with explaining(f'{path} cannot be read', remedy):
-        if path.endswith('.parquet'):
+        if kind == '.parquet':
             return extra('pyarrow.parquet').read_table(path).to_pylist()
-        text = Path(path).read_bytes().decode('utf-8')
-        rows = json.loads(text or '[]') if path.endswith('.json') else []
+        with open(path, 'rb') as packed:
+            text = unpacked(path, packed).read().decode('utf-8-sig')
+        rows = json.loads(text or '[]') if kind == '.json' else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')
-    for number, line in enumerate(text.split('\n') if path.endswith('.jsonl') else (), start=1):
+    for number, line in enumerate(text.split('\n') if kind == '.jsonl' else (), start=1):
         with explaining(f'{path} cannot be read at line {number}', remedy):
             rows += [json.loads(line)] if line.strip() else []
     return rows
 
 
 def read_splits(task, source):
-    """{'train' | 'val' | 'test': [(where, row)]} of a file, of the data files in a folder, or of the hub, told apart by the
-    words in their names; one without such a word is train."""
+    """{'train' | 'val' | 'test': [(where, row)]} of files, or of the hub, told apart by the words in their names; one without
+    such a word is train."""
     if source:
         source = os.path.expanduser(source)
-        paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
-        paths = [p for p in paths if p.endswith(('.jsonl', '.json', '.parquet')) and os.path.isfile(p)]
+        found = [os.path.join(source, name) for name in os.listdir(source)] if os.path.isdir(source) else glob.glob(source)
+        found = sorted([source] if os.path.isfile(source) else found)
+        kinds = ('.parquet', *(kind + packed for kind in ('.jsonl', '.json') for packed in ('', *PACKED)))
+        refuse_scripts(found, kinds)
+        if missing := [path for path in found if not os.path.exists(path)]:
+            raise ConfigError(f'{missing[0]} is a link that leads nowhere; mend or remove it.')
+        names = {path: os.path.basename(path) for path in found}
+        paths = [path for path in found if ending(path) in kinds and names[path][0] != '.' and os.path.isfile(path)]
         if not paths:
             raise ConfigError(f'source={source} is not there, or holds no jsonl, json or parquet file; name one that does.')
+        if len(paths) < len(found):
+            print(f'source={source}: passed over {", ".join(names[path] for path in found if path not in paths)}')
         parts = {path: read_rows(path) for path in paths}
     else:
         path, options = HUB[task]
         with explaining(f'{task} could not be loaded from the hub', 'try again with a network, or name local files by source'):
             parts = {f'{task}, {name}': rows for name, rows in extra('datasets').load_dataset(path, **options).items()}
-    found = {}
+    splits = {}
     for name, rows in parts.items():
         if not len(rows):
             raise ConfigError(f'{name} is empty; leave it out of the source.')
         words = {*re.split(r'[^a-z]+', os.path.basename(name).lower())}
         split = 'test' if 'test' in words else 'val' if words & {'val', 'valid', 'validation', 'dev'} else 'train'
-        found.setdefault(split, []).extend((f'{name}, example {i}', row) for i, row in enumerate(rows, start=1))
-    return found
+        splits.setdefault(split, []).extend((f'{name}, example {i}', row) for i, row in enumerate(rows, start=1))
+    return splits
 
 
 def question_example(task, row):
