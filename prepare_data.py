@@ -723,7 +723,7 @@ def list_corpus(config):
 
 
 def refuse_scripts(files, kinds):
-    """ConfigError for the first of the files that is Python code, with a pattern for the data beside it, of one of the kinds."""
+    """ConfigError for the first of the files that is Python code, with a pattern for what of the kinds is beside it."""
     for path in files:
         if path.endswith('.py'):
             folder = os.path.dirname(path)

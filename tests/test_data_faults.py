@@ -65,16 +65,16 @@ def test_linked_folders_are_searched_once_each(tmp_path, dataset, capsys):
     found = prepare_data.find_files(prepare_data.TextConfig(source=str(tmp_path / 's')))
     assert f'{tmp_path}/s/real/a.txt' in found
     (tmp_path / 'o/lost').symlink_to('nowhere')
-    refuse(capsys, 'o/lost is a link that leads nowhere', dataset, source=tmp_path / 'o', out=tmp_path / 'e')
+    refuse(capsys, 'o/lost is a link that leads nowhere', dataset, source=tmp_path / 'o', out=tmp_path / 'e', **settings)
     (tmp_path / 'o/lost').unlink()
     (tmp_path / 'o/lost').symlink_to('lost')
-    refuse(capsys, 'o/lost is a link that leads nowhere', dataset, source=tmp_path / 'o', out=tmp_path / 'e')
+    refuse(capsys, 'o/lost is a link that leads nowhere', dataset, source=tmp_path / 'o', out=tmp_path / 'e', **settings)
 
 
 def test_what_is_passed_over_is_counted(tmp_path, capsys):
     files = {
         'a.txt': b'one',
-        'b.jsonl': jsonl(['two', 'three']),
+        'b.jsonl': jsonl(map(str, range(20))),
         'c.json': b'{}',
         'd/e.json': b'{}',
         'f.csv': b'x',
@@ -85,12 +85,11 @@ def test_what_is_passed_over_is_counted(tmp_path, capsys):
     said = next(line for line in capsys.readouterr().out.splitlines() if 'passed over' in line)
     for counted in ('2 .json', '1 .csv', '1 without an ending', '1 hidden files', '1 hidden folders', '1 .bz2'):
         assert counted in said
-    assert both(tmp_path / 'd') == [b'one', b'three', b'two']
+    assert both(tmp_path / 'd') == sorted([b'one', *(b'%d' % i for i in range(20))])
     make('text', source=tmp_path / 's', extensions='txt,jsonl', out=tmp_path / 't')
     assert '2 .json' in capsys.readouterr().out
-    make(
-        'fineweb_edu', source=write(tmp_path / 'x', {'a.txt': b'1', 'b.txt': b'2', 'c.txt': b'3'}), out=tmp_path / 'y', **CORPUS
-    )
+    write(tmp_path / 'x', {f'{i}.txt': b'%d' % i for i in range(20)})
+    make('fineweb_edu', source=tmp_path / 'x', out=tmp_path / 'y', **CORPUS)
     assert 'passed over' not in capsys.readouterr().out
 
 
