@@ -692,7 +692,9 @@ class FineWebEduConfig:
     workers: int = key(0, 'processes that tokenise; 0: one a core', bounds=(0, 1024))
     shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest', bounds=(1000, 2**33))
     limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all', bounds=(0, 2**62))
-    val_fraction: float = key(0.001, 'share of the documents that goes to val; of a single txt file its end', bounds=SHARE)
+    val_fraction: float = key(
+        0.001, 'share of the documents that goes to val; a single txt file is cut, at 5% by default', bounds=SHARE
+    )
     max_lost: float = key(0.1, 'share of the documents that may be kept out because they cannot be read', bounds=(0, 1))
     out: str = key('data/fineweb_edu', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds, unfinished work too')
@@ -824,9 +826,11 @@ def batches(files, position, config):
     [number of the file, entries of it read]. An entry is (number of its file, *entry as read_corpus has it)."""
     (begin, skip), entries, filled = position, [], 0
     before, total = sum(size for _, size in files[:begin]), sum(size for _, size in files)
+    default = FineWebEduConfig.val_fraction  # of web pages; far too little of a single text
+    fraction = TextConfig.val_fraction if config.val_fraction == default else config.val_fraction
     single = len(files) == 1 and '.txt' in ending(files[0][0])
     for number, (path, size) in enumerate(files[begin:], begin):
-        for share, entry in read_corpus(path, skip, config.text_key, config.val_fraction * single):
+        for share, entry in read_corpus(path, skip, config.text_key, fraction * single):
             entries.append((number, *entry))
             filled, skip = filled + len(entry[3]), skip + 1
             if filled >= PIECE_LENGTH or len(entries) >= 2**14:

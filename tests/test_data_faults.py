@@ -201,6 +201,14 @@ def test_the_end_of_a_single_text_is_val(tmp_path, monkeypatch, fraction):
         assert shard_bytes(tmp_path / f'r{after}') == shard_bytes(out := tmp_path / '700-one.txt'), out
 
 
+def test_five_percent_of_a_single_text_are_val_by_default(tmp_path):
+    write(tmp_path, {'one.txt': b'a text' * 500})
+    make('text', source=tmp_path / 'one.txt', out=tmp_path / 'text')
+    make('fineweb_edu', source=tmp_path / 'one.txt', tokenizer='bytes', workers=1, out=tmp_path / 'corpus')
+    for name in ('text', 'corpus'):
+        assert [len(d) for split in ('train', 'val') for d in documents_of(tmp_path / name, split)] == [2850, 150]
+
+
 def test_a_text_of_one_character_cannot_be_cut(tmp_path, capsys):
     for content in ('a', '漢'):
         write(tmp_path, {'one.txt': content.encode()})
