@@ -438,14 +438,15 @@ def bench_prefill(bench):
 @dataclass
 class DataBench(Bench):
     data_dir: str = key('data/stdlib', 'dataset')
-    config: str = key('config/text_transformer.py', 'run whose batches are drawn and whose training step is timed')
+    config: str = key('', 'run whose batches are drawn and whose step is timed; empty: config/text_transformer.py')
     batches: int = key(200, 'batches to draw', bounds=(1, 10**7))
     rounds: int = key(5, 'training steps to time; the median counts', bounds=(1, 10**6))
 
 
 def bench_data(bench):
     """Tokens a second of the loader in one process, and of a training step on the same batches."""
-    config = parse(TrainConfig, [bench.config, f'--data_dir={bench.data_dir}'], 'python bench.py data')
+    file = bench.config or os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', 'text_transformer.py')
+    config = parse(TrainConfig, [file, f'--data_dir={bench.data_dir}'], 'python bench.py data')
     data, device = Dataset(bench.data_dir), use_device(config)
     config.reset_token = data.reset_token(config)
     config.vocab_size = data.fit(config)

@@ -709,7 +709,7 @@ def prepare(path, config):
     Raises ConfigError for what cannot be measured or, as results or figure, summarised."""
     if path.startswith('hf:') and not config.lm_eval:
         raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; data is for checkpoints of train.py.')
-    model, checkpoint = load(path, use_device(config))
+    model, checkpoint = load(path, use_device(config), chat=False)  # it reads no messages
     if config.lm_eval:
         if checkpoint['meta']['kind'] == 'task' and checkpoint['meta'].get('aligned', True):
             raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')

@@ -14,11 +14,14 @@ re-uses what is there.
 
 import codecs
 import contextlib
+import datetime
 import difflib
 import functools
 import glob
+import gzip
 import hashlib
 import importlib
+import io
 import itertools
 import json
 import math
@@ -49,11 +52,21 @@ from configurator import ConfigError, explaining, fail, key, nearest, parse, rep
 
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
 DOCUMENT_NAMES = ('<|begin_of_text|>', '<|endoftext|>', '<s>', '<bos>', '</s>')  # of a tokenizer.json, in order of preference
+DOCUMENT_WORDS = ('beginoftext', 'startoftext', 'beginofsentence', 'bos', 'endoftext', 'endofsentence', 'eos')  # then these
+CHAT_DATE = '2024-07-26'  # of templates that ask for today's; Llama 3 has it where there is none
 PIECES = re.compile(r'(train|val|test)(-\d{5,})?\.(bin|npz|jsonl)|(meta|unfinished)\.json(\.tmp)?')  # every file of a dataset
+LOSSY, NULL, SURROGATE, EMPTY = (  # why a document is kept out
+    'where the tokenizer loses a part of the text',
+    'without a text (null)',
+    'with half of a surrogate pair',
+    'that are empty',
+)
 BREAK = '\ud800'  # half of a surrogate pair, which no text holds
 PIECE_LENGTH = 2**20  # bytes of text handed to a process at once
 ENCODED_AT_ONCE = 2**17  # characters; on longer runs of one kind tiktoken is slow, and at a million spaces it gives up
 SHARE = 1e-12, 0.999999999999  # a split that takes a part, and leaves one
+PACKED = ('.gz', '.zst')
+CORPUS = ('.parquet', *(kind + packed for kind in ('.jsonl', '.txt') for packed in ('', *PACKED)))  # what folders are read for
 STDLIB_LEAVES_OUT = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}  # installed packages and tests
 
 
@@ -87,13 +100,14 @@ def without_prefix(part):
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name, text=None):
-    """(function from a text to its ids, bytes of each id, document token) of 'bytes', of the tiktoken encoding `name`, or of
-    `text`, the content of a tokenizer.json. Special tokens have no bytes, and no text is encoded to one.
+    """(function from a text to its ids, bytes of each id, {name: id} of the special tokens) of 'bytes', of the tiktoken
+    encoding `name`, or of `text`, the content of a tokenizer.json. Special tokens have no bytes, and no text is encoded to one.
 
-    Raises ConfigError for what cannot be loaded. A tokenizer.json without one of DOCUMENT_NAMES gets one id more.
+    Raises ConfigError for what cannot be loaded. After the ids of a tokenizer.json comes one without bytes, for datasets that
+    need a document token of their own.
     """
     if name == 'bytes':
-        return str.encode, [*(bytes([b]) for b in range(DOCUMENT_TOKEN)), b''], DOCUMENT_TOKEN
+        return str.encode, [*(bytes([b]) for b in range(DOCUMENT_TOKEN)), b''], {'<|endoftext|>': DOCUMENT_TOKEN}
     if text is None:
         tiktoken = extra('tiktoken')
         if name not in tiktoken.list_encoding_names():
@@ -104,7 +118,7 @@ def load_tokenizer(name, text=None):
         pieces = [b''] * encoding.n_vocab  # of specials, and of the gaps that some vocabularies have
         for piece in encoding.token_byte_values():
             pieces[encoding.encode_single_token(piece)] = piece
-        return encoding.encode_ordinary, pieces, encoding.eot_token
+        return encoding.encode_ordinary, pieces, {'<|endoftext|>': encoding.eot_token}
 
     with explaining(f'{name} is not a tokenizer.json that can be used', 'take another, or --tokenizer=bytes'):
         whole = json.loads(text, object_hook=without_prefix) | {'truncation': None, 'padding': None}
@@ -115,7 +129,7 @@ def load_tokenizer(name, text=None):
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     of_char = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(sorted(set(range(256)) - set(visible)))}
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
-    pieces = [b''] * (max(vocabulary.values()) + 1)
+    pieces = [b''] * (max(vocabulary.values()) + 2)
     for token, i in vocabulary.items():
         if i in added:
             pieces[i] = b'' if added[i].special else token.encode()
@@ -126,10 +140,7 @@ def load_tokenizer(name, text=None):
         else:
             pieces[i] = token.replace('\N{LOWER ONE EIGHTH BLOCK}', ' ').encode()
     specials = {token.content: i for i, token in added.items() if token.special}
-    document = next((specials[n] for n in DOCUMENT_NAMES if n in specials), len(pieces))
-    if document == len(pieces):
-        pieces.append(b'')
-    return lambda piece: tokenizer.encode(piece, add_special_tokens=False).ids, pieces, document
+    return lambda piece: tokenizer.encode(piece, add_special_tokens=False).ids, pieces, specials
 
 
 def tokenizer_file(name):
@@ -139,16 +150,54 @@ def tokenizer_file(name):
     return inside if inside.is_file() else path if name.endswith('.json') else None
 
 
+def read_beside(name, file):
+    """The object in a JSON file beside the tokenizer.json that `name` names; {} where there is none."""
+    path = tokenizer_file(name).parent / file
+    with explaining(f'{path} cannot be read', 'repair or remove it'):
+        return dict(json.loads(path.read_text('utf-8')).items()) if path.exists() else {}
+
+
+def named_tokens(name, specials):
+    """Ids of the tokens that the files beside a tokenizer.json name for the begin of a text, then those for its end. A token
+    that its chat template writes more than once in a conversation is left out: it divides turns, not documents."""
+    files = [read_beside(name, file) for file in ('tokenizer_config.json', 'config.json', 'generation_config.json')]
+    template, text, of_id = read_template(name), '', {i: token for token, i in specials.items()}
+    turns = [{'role': role, 'content': 'word'} for role in ('user', 'assistant') * 2]
+    with contextlib.suppress(ConfigError):  # whoever uses the template will hear of it
+        text = render(template, turns, False) if template else ''
+    for which, about in itertools.product(('bos', 'eos'), files):
+        for value in (about.get(f'{which}_token'), about.get(f'{which}_token_id')):
+            value = value[0] if isinstance(value, list) and value else value
+            token = value.get('content') if isinstance(value, dict) else of_id.get(value) if isinstance(value, int) else value
+            if isinstance(token, str) and token in specials and text.count(token) < 2:
+                yield specials[token]
+
+
+def document_token(name, specials):
+    """The id that opens documents: what the files beside a tokenizer.json name, or else the special token ({name: id}) that is
+    called like one. None where there is none."""
+    words = {re.sub('[^a-z]', '', token.lower()): i for token, i in reversed(specials.items())}
+    called = [specials.get(token) for token in DOCUMENT_NAMES] + [words.get(word) for word in DOCUMENT_WORDS]
+    named = named_tokens(name, specials) if tokenizer_file(name) else ()
+    return next((i for i in (*named, *called) if i is not None), None)
+
+
 def tokenizer_meta(name):
     """What meta.json says of a tokenizer: 'bytes', a tiktoken name, or a tokenizer.json or its folder, whose content it keeps.
 
-    'token_bytes' are the bytes of each id, 0 for specials. Raises ConfigError for what cannot be loaded.
+    'token_bytes' are the bytes of each id, 0 for specials. 'document_token' is one of the special tokens, or where none fits
+    one id more. Raises ConfigError for what cannot be loaded.
     """
     about = {'tokenizer': name}
     if name != 'bytes' and (path := tokenizer_file(name)):
         with explaining(f'tokenizer={name} cannot be read', 'name a tokenizer.json or its folder'):
             about = {'tokenizer': 'tokenizer.json', 'tokenizer_json': path.read_text('utf-8')}
-    _, pieces, document = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
+    _, pieces, specials = load_tokenizer(about['tokenizer'], about.get('tokenizer_json'))
+    document = document_token(name, specials)
+    if document is None:
+        document = len(pieces) - 1
+    elif 'tokenizer_json' in about:
+        pieces = pieces[:-1]
     sizes = {'vocab_size': len(pieces), 'document_token': document, 'token_bytes': [len(p) for p in pieces]}
     return about | sizes | {'dtype': token_dtype(len(pieces)).name}
 
@@ -182,10 +231,14 @@ def decode(meta, ids):
     return b''.join([pieces[i] for i in ids])
 
 
+class LossyError(ConfigError):
+    """A tokenizer does not give a text back."""
+
+
 def tokens_of(meta, content, opens=True):
     """Tokens of a document (bytes of UTF-8), the document token first, or of a later piece of one, without it.
 
-    Raises ConfigError when decoding them does not give `content` back.
+    Raises LossyError when decoding them does not give `content` back.
     """
     parts = [np.array([meta['document_token']] * opens, meta['dtype'])]
     if meta['tokenizer'] == 'bytes':
@@ -195,7 +248,7 @@ def tokens_of(meta, content, opens=True):
         piece = text[start : start + ENCODED_AT_ONCE]
         ids = encode(meta, piece)
         if decode(meta, ids) != piece.encode():
-            raise ConfigError(f'the tokenizer loses a part of the text {piece[:40]!r}; take one of bytes, such as gpt2.')
+            raise LossyError(f'the tokenizer loses a part of the text {piece[:40]!r}; take one of bytes, such as gpt2.')
         parts.append(np.array(ids, meta['dtype']))
     return np.concatenate(parts)
 
@@ -216,7 +269,7 @@ class Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=4)
 def compile_template(template):
-    """A chat template, which gets what those of Hugging Face models expect; but no date, for the same ids every day."""
+    """A chat template, which gets what those of Hugging Face models expect."""
     extensions = [Generation, 'jinja2.ext.loopcontrols']
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
@@ -227,8 +280,11 @@ def compile_template(template):
 
 
 def render(meta, messages, add_generation_prompt=True):
-    """The text of a conversation by the chat template in `meta`; ConfigError for one that the template refuses."""
-    given = {'messages': messages, 'add_generation_prompt': add_generation_prompt} | meta['template_tokens']
+    """The text of a conversation by the chat template in `meta`; ConfigError for one that the template refuses. Today is
+    'chat_date', CHAT_DATE where meta has none, for the same ids every day."""
+    today = datetime.datetime.fromisoformat(meta.get('chat_date', CHAT_DATE))
+    given = {'messages': messages, 'add_generation_prompt': add_generation_prompt, 'strftime_now': today.strftime}
+    given |= meta['template_tokens']
     with explaining('the chat template fails', 'take another, or --chat=False'):
         return compile_template(meta['chat_template']).render(given)
 
@@ -242,34 +298,38 @@ def special_tokens(tokenizer_json):
     return {t['content']: t['id'] for t in special}, re.compile('|'.join(parts) or '(?!)')
 
 
-def chat_meta(name, tokenizer_json):
-    """What meta.json keeps of the chat template beside the tokenizer.json that `name` names, {} where there is none.
-
-    'chat_template'; 'template_tokens', the texts such as bos_token that it may write; 'stop_token', the id that ends a turn of
-    the assistant: the special token that the template puts there, or else eos_token. Where conversations open with bos_token,
-    and have it nowhere else, that is the 'document_token'. Raises ConfigError for files that cannot be used.
-    """
-    folder = tokenizer_file(name).parent
-    with explaining(f'the chat template in {folder} cannot be read', 'repair it, or take --chat=False'):
-        about, template = (folder / name for name in ('tokenizer_config.json', 'chat_template.jinja'))
-        about = json.loads(about.read_text('utf-8')) if about.exists() else {}
-        template = template.read_text('utf-8') if template.exists() else about.get('chat_template')
+def read_template(name):
+    """'chat_template' and 'template_tokens', the texts such as bos_token that it may write, of the chat template beside the
+    tokenizer.json that `name` names; {} where there is none."""
+    path, about = tokenizer_file(name).parent / 'chat_template.jinja', read_beside(name, 'tokenizer_config.json')
+    with explaining(f'the chat template in {path.parent} cannot be read', 'repair or remove it'):
+        template = path.read_text('utf-8') if path.exists() else about.get('chat_template')
         if isinstance(template, list):  # several, by name
             template = next((t['template'] for t in template if t['name'] == 'default'), None)
-        tokens = {k: v.get('content') if isinstance(v, dict) else v for k, v in about.items() if k.endswith('_token')}
-    if not template:
+    tokens = {k: v.get('content') if isinstance(v, dict) else v for k, v in about.items() if k.endswith('_token')}
+    tokens = {k: v for k, v in tokens.items() if isinstance(v, str)}
+    return {'chat_template': template, 'template_tokens': tokens} if template else {}
+
+
+def chat_meta(name, tokenizer_json, date=CHAT_DATE):
+    """What meta.json keeps of the chat template beside the tokenizer.json that `name` names, {} where there is none.
+
+    'chat_template'; 'template_tokens'; 'chat_date', where it is not CHAT_DATE; 'stop_token', the id that ends a turn of the
+    assistant: the special token that the template puts there, or else eos_token. Raises ConfigError for files that cannot be
+    used.
+    """
+    if not (meta := read_template(name)):
         return {}
-    meta = {'chat_template': template, 'template_tokens': {k: v for k, v in tokens.items() if isinstance(v, str)}}
+    if date != CHAT_DATE:
+        meta['chat_date'] = date
     ids, pattern = special_tokens(tokenizer_json)
-    turns = [{'role': role, 'content': f'word{i}'} for i, role in enumerate(('user', 'assistant', 'user'))]
-    end = pattern.search(render(meta, turns[:2], False).rpartition('word1')[2])
-    end = end[0].strip() if end else tokens.get('eos_token')
+    turns = [{'role': role, 'content': f'word{i}'} for i, role in enumerate(('user', 'assistant'))]
+    end = pattern.search(render(meta, turns, False).rpartition('word1')[2])
+    end = end[0].strip() if end else meta['template_tokens'].get('eos_token')
     if end not in ids:
-        raise ConfigError(f'the chat template in {folder} ends no turn, and eos_token={end} is no token; take --chat=False.')
-    meta['stop_token'], text, opening = ids[end], render(meta, turns), tokens.get('bos_token')
-    if opening in ids and text.startswith(opening) and text.count(opening) == 1:
-        meta['document_token'] = ids[opening]
-    return meta
+        why = f'the chat template of {name} ends no turn, and eos_token={end} is no token'
+        raise ConfigError(f'{why}; take --chat=False.')
+    return meta | {'stop_token': ids[end]}
 
 
 def chat_tokens(meta, messages):
@@ -294,14 +354,30 @@ def chat_tokens(meta, messages):
 # Folders
 
 
+def ending(path):
+    """The ending of a file's name, like .txt; of a packed file both, like .txt.gz."""
+    name, last = os.path.splitext(path)
+    return os.path.splitext(name)[1] + last if last in PACKED else last
+
+
+def unpacked(path, f):
+    """The file object `f` of the file at `path`, or one that unpacks it if the name ends in .gz or .zst."""
+    if path.endswith('.gz'):
+        return gzip.open(f)
+    return io.BufferedReader(extra('pyarrow').CompressedInputStream(f, 'zstd')) if path.endswith('.zst') else f
+
+
 def file_sha256(path):
     with open(path, 'rb') as f:
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
 def settings_of(config, *left_out):
-    """The settings that decide what a dataset holds, for its meta.json."""
-    return {name: value for name, value in asdict(config).items() if name not in ('out', 'overwrite', *left_out)}
+    """The settings that decide what a dataset holds, for its meta.json. A key that datasets made before lack is left out at
+    its default, so that they stay what is asked for."""
+    later = {'text_key': 'text', 'chat_date': CHAT_DATE}
+    left_out += ('out', 'overwrite', *(name for name, default in later.items() if getattr(config, name, default) == default))
+    return {name: value for name, value in asdict(config).items() if name not in left_out}
 
 
 def source_names(source, default):
@@ -405,7 +481,8 @@ class TextConfig:
     source: str = key('', "files, folders or patterns joined by commas; empty: the Python standard library's source")
     extensions: str = key('', 'of the files taken from folders, joined by commas; empty: all (of the standard library .py)')
     tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
-    val_fraction: float = key(0.05, 'share of the documents that goes to val', bounds=SHARE)
+    val_fraction: float = key(0.05, 'share of the documents that goes to val; of a single one its end', bounds=SHARE)
+    max_lost: float = key(0.1, 'share of the documents that may be kept out because they cannot be read', bounds=(0, 1))
     out: str = key('data/stdlib', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds')
 
@@ -414,20 +491,61 @@ class TextConfig:
             raise ConfigError("out='' names no folder; write it like out=data/stdlib.")
 
 
+def folders_below(root, enters):
+    """Yields (folder, names of its files) of `root` and of what is below it, the folders of links last, each folder once.
+    `enters` says of a path whether to go there."""
+    waiting, seen = deque([root]), set()
+
+    def stop(error):
+        raise error
+
+    while waiting:
+        for folder, below, names in os.walk(waiting.popleft(), onerror=stop):
+            if (real := os.path.realpath(folder)) in seen:
+                below.clear()
+                continue
+            seen.add(real)
+            below[:] = sorted(b for b in below if enters(os.path.join(folder, b)))
+            waiting.extend(os.path.join(folder, b) for b in below if os.path.islink(os.path.join(folder, b)))
+            yield folder, names
+
+
+def paths_like(pattern):
+    """Sorted paths that match a pattern; its ** is any number of folders, each entered once, where glob takes 2^40
+    ways through two links to a folder above."""
+    start, *rest = re.split(r'(?:^|(?<=/))\*\*(?:/|$)', pattern, maxsplit=1)
+    if rest in ([], ['']):
+        return sorted(glob.glob(start or '.') if rest else glob.glob(pattern))
+    roots = [root for root in glob.glob(start or '.') if os.path.isdir(root)]
+    folders = (folder for root in roots for folder, _ in folders_below(root, lambda f: os.path.basename(f)[0] != '.'))
+    return sorted(path for folder in folders for path in paths_like(os.path.join(glob.escape(folder), *rest)))
+
+
 def find_files(config):
     """Paths of the documents, sorted by their path below the source that holds them.
 
-    Folders are searched to the bottom, apart from hidden files and `out` itself. Without a source: the running interpreter's
-    own library, except STDLIB_LEAVES_OUT and the build record _sysconfigdata*, which names folders of one machine.
-    Raises ConfigError for a source that is not there.
+    Folders are searched to the bottom, those of links too, apart from hidden files and `out` itself. Without a source: the
+    running interpreter's own library, except STDLIB_LEAVES_OUT, what is a link to a folder, and the build record
+    _sysconfigdata*, which names folders of one machine. What is passed over is counted in a line.
+    Raises ConfigError for a source that is not there, and for a link that leads nowhere.
     """
-    stdlib, out = not config.source, os.path.abspath(config.out)
-    folders, hidden = (STDLIB_LEAVES_OUT, ('.', '_sysconfigdata')) if stdlib else ((), '.')
+    stdlib, out, passed = not config.source, os.path.realpath(config.out), Counter()
     endings = tuple('.' + e.strip().lstrip('.') for e in (config.extensions or '.py' * stdlib).split(',') if e.strip())
-    found = {}  # absolute path -> what to sort by; a file reached twice is one document
+    found = {}  # (real folder, name) -> (what to sort by, path); a file reached twice is one document
+
+    def add(path, name):
+        found.setdefault((os.path.realpath(os.path.dirname(path)), os.path.basename(path)), (name, os.path.abspath(path)))
+
+    def enters(folder):
+        name = os.path.basename(folder)
+        if stdlib:
+            return name[0] != '.' and name not in STDLIB_LEAVES_OUT and not os.path.islink(folder)
+        passed['hidden folders'] += name[0] == '.'
+        return name[0] != '.' and os.path.realpath(folder) != out
+
     for source in [sysconfig.get_path('stdlib')] if stdlib else filter(None, map(str.strip, config.source.split(','))):
         source = os.path.expanduser(source)
-        matches = [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
+        matches = [source] if os.path.exists(source) else paths_like(source)
         if not matches:
             path = Path(source)
             close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob('*')], n=1)
@@ -435,23 +553,79 @@ def find_files(config):
             raise ConfigError(f'source={source} matches no file; {hint}')
         for root in matches:
             if os.path.isfile(root):
-                found.setdefault(os.path.abspath(root), os.path.basename(root))
-            for folder, below, names in os.walk(root):
-                below[:] = [b for b in below if b[0] != '.' and b not in folders and os.path.abspath(f'{folder}/{b}') != out]
-                for path in (os.path.join(folder, n) for n in names if not n.startswith(hidden) and n.endswith(endings or '')):
-                    if os.path.isfile(path):
-                        found.setdefault(os.path.abspath(path), os.path.relpath(path, root))
-    return sorted(found, key=found.get)  # a stable sort: equal names stay in the order of the sources
+                add(root, os.path.basename(root))
+            for folder, names in folders_below(root, enters) if os.path.isdir(root) else ():
+                for path in (os.path.join(folder, name) for name in names):
+                    name = os.path.basename(path)
+                    if name[0] == '.' or stdlib and name.startswith('_sysconfigdata'):
+                        passed['hidden files'] += 1
+                    elif not os.path.exists(path) and not stdlib:
+                        raise ConfigError(f'{path} is a link that leads nowhere; mend or remove it.')
+                    elif not name.endswith(endings or '') or not os.path.isfile(path):
+                        passed[ending(name) or 'without an ending'] += 1
+                    else:
+                        add(path, os.path.relpath(path, root))
+    if passed.total() and not stdlib:
+        kinds = ', '.join(f'{n:,} {kind}' for kind, n in passed.most_common() if n)
+        print(f'source={config.source}: passed over {kinds}')
+    return [path for _, path in sorted(found.values(), key=lambda at: at[0])]
+
+
+class KeptOut:
+    """Documents that a dataset leaves out: `found` is {why: {'count', 'first': [[file, entry], ..]}}, NAMED at most."""
+
+    NAMED = 20
+
+    def __init__(self, found):
+        self.found = found
+
+    def add(self, why, file, entry):
+        about = self.found.setdefault(why, {'count': 0, 'first': []})
+        about['count'] += 1
+        about['first'] += [[os.path.basename(file), entry]] * (len(about['first']) < self.NAMED)
+
+    @property
+    def lost(self):
+        """How many have a text that cannot be kept."""
+        return sum(about['count'] for why, about in self.found.items() if why != EMPTY)
+
+    def __str__(self):
+        def places(about):
+            named = [f'{file}, entry {entry}' for file, entry in about['first']]
+            return '; '.join(named + ['...'] * (about['count'] > len(named)))
+
+        return ', '.join(f'{about["count"]:,} {why} ({places(about)})' for why, about in self.found.items())
+
+    def check(self, documents, most):
+        """ConfigError where more than the share `most` of so many documents, these among them, is lost."""
+        if self.lost > most * documents:
+            why = f'{self.lost:,} of {documents:,} documents cannot be kept, above max_lost={most:g}: {self}'
+            raise ConfigError(f'{why}; repair them, take a tokenizer of bytes such as gpt2, or raise --max_lost.')
+
+
+def cut_of(size, fraction):
+    """Bytes of the part for train of a single document of `size` bytes, before its last `fraction`."""
+    return size - min(max(round(fraction * size), 1), size - 1)
+
+
+def characters_up_to(content, position):
+    """The last position up to `position` in UTF-8 bytes where a character begins."""
+    position = min(position, len(content))
+    while position < len(content) and content[position] & 0xC0 == 0x80:
+        position -= 1
+    return position
 
 
 def make_text(_, config):
     """Tokens of files, one document per file, each opened by the document token, in train.bin and val.bin.
 
     The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So a split
-    depends on the set of documents alone, and copies of one document never end up on both sides. Memory: the largest file.
+    depends on the set of documents alone, and copies of one document never end up on both sides. Where all are copies of one,
+    its last val_fraction goes to val. A document that the tokenizer does not give back is kept out. Memory: the largest file.
     """
     about = source_names(config.source, f'Python standard library {platform.python_version()}')
-    wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config)} | tokenizer_meta(config.tokenizer)
+    settings = settings_of(config, 'max_lost')
+    wanted = {'kind': 'text', 'source': about, 'settings': settings} | tokenizer_meta(config.tokenizer)
     if is_ready(config.out, config.overwrite, wanted):
         return
 
@@ -469,9 +643,13 @@ def make_text(_, config):
     if binary or empty:
         names = ', '.join(os.path.basename(p) for p in binary[:3]) + (', ...' if len(binary) > 3 else '')
         print(f'skipped {len(binary)} files that are not UTF-8 text{names and f" ({names})"} and {empty} empty files')
-    if len(set(documents.values())) < 2:
+    single, cut, kept_out = len(set(documents.values())) == 1, 0, KeptOut({})
+    if single:
+        content = Path(next(iter(documents))).read_bytes()
+        cut = characters_up_to(content, cut_of(len(content), config.val_fraction))
+    if not documents or single and not 0 < cut < len(content):
         found = f'source={config.source or about}, extensions={config.extensions or "all"} (files found: {len(files)})'
-        raise ConfigError(f'{found} holds no two different texts, one for train and one for val; name more.')
+        raise ConfigError(f'{found} holds no text that has a part for train and one for val; name more.')
     in_val = smallest(documents.values(), config.val_fraction)
 
     splits = {name: {'tokens': 0, 'documents': 0} for name in ('train', 'val')}
@@ -480,12 +658,23 @@ def make_text(_, config):
             content = Path(path).read_bytes()
             if hashlib.sha256(content).digest() != digest:
                 raise ConfigError(f'{path} changed while it was being read; start again when it is at rest.')
-            tokens, name = tokens_of(wanted, content), 'val' if digest in in_val else 'train'
-            with open(f'{work}/{name}.bin', 'ab') as f:
-                f.write(tokens)
-            splits[name]['tokens'] += len(tokens)
-            splits[name]['documents'] += 1
+            one = {'val' if digest in in_val else 'train': content}
+            for name, part in ({'train': content[:cut], 'val': content[cut:]} if single else one).items():
+                try:
+                    tokens = tokens_of(wanted, part)
+                except LossyError:
+                    kept_out.add(LOSSY, path, 0)
+                    continue
+                with open(f'{work}/{name}.bin', 'ab') as f:
+                    f.write(tokens)
+                splits[name]['tokens'] += len(tokens)
+                splits[name]['documents'] += 1
+        if kept_out.found:
+            kept_out.check(len(documents), config.max_lost)
+            print(f'kept out {kept_out}')
         for name, split in splits.items():
+            if not split['documents']:
+                raise ConfigError(f'no document is left for {name}; name more, or take another val_fraction.')
             split['sha256'] = file_sha256(f'{work}/{name}.bin')
         publish(work, config.out, wanted | {'splits': splits})
 
@@ -497,12 +686,16 @@ def make_text(_, config):
 @dataclass
 class FineWebEduConfig:
     subset: str = key('10BT', "the hub's sample of 10 or 100 billion tokens", ('10BT', '100BT'))
-    source: str = key('', 'parquet, jsonl or txt files, folders or patterns joined by commas, instead of the hub')
+    source: str = key('', 'parquet, jsonl, json or txt files, folders or patterns joined by commas, instead of the hub')
+    text_key: str = key('text', 'the field of a row, or column of a parquet file, that holds the text')
     tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     workers: int = key(0, 'processes that tokenise; 0: one a core', bounds=(0, 1024))
     shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest', bounds=(1000, 2**33))
     limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all', bounds=(0, 2**62))
-    val_fraction: float = key(0.001, 'share of the documents that goes to val, by their sha256', bounds=SHARE)
+    val_fraction: float = key(
+        0.001, 'share of the documents that goes to val; a single txt file is cut, at 5% by default', bounds=SHARE
+    )
+    max_lost: float = key(0.1, 'share of the documents that may be kept out because they cannot be read', bounds=(0, 1))
     out: str = key('data/fineweb_edu', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds, unfinished work too')
 
@@ -518,71 +711,128 @@ def list_corpus(config):
         with explaining('the hub could not be reached', '--source=FILES takes files on this disk'):
             builder = extra('datasets').load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
             return [[str(path), 1] for path in builder.config.data_files['train']]  # each names its revision
-    files = find_files(TextConfig(source=config.source, extensions='parquet,jsonl,txt,py', out=config.out))
+    files = find_files(TextConfig(source=config.source, extensions=','.join([*CORPUS, 'py']), out=config.out))
+    refuse_scripts(files, CORPUS)
     for path in files:
-        if path.endswith('.py'):
-            data = os.path.join(os.path.dirname(path), '*.parquet')
-            raise ConfigError(f'{path} is a script, and no code of a dataset is run; name its data, like --source={data}.')
-        if not path.endswith(('.parquet', '.jsonl', '.txt')):
-            raise ConfigError(f'{path} is no parquet, jsonl or txt file; convert it to one of them.')
+        if ending(path) not in (*CORPUS, '.json', '.json.gz', '.json.zst'):
+            raise ConfigError(f'{path} is no parquet, jsonl or txt file, nor json, nor one packed by gzip or zstd; convert it.')
         if not os.path.getsize(path):
             raise ConfigError(f'{path} is empty; complete or remove it.')
     if not files:
-        raise ConfigError(f'source={config.source} holds no parquet, jsonl or txt file; name a folder or pattern that does.')
+        why = f'source={config.source} holds no parquet, jsonl or txt file'
+        raise ConfigError(f'{why}; name a folder or pattern that does, of json files a pattern.')
     return [[path, os.path.getsize(path)] for path in files]
 
 
-def read_corpus(path, skip):
-    """Yields (sha256 of the document, whether it opens here, content in bytes, share of the file read) from entry `skip` on.
+def refuse_scripts(files, kinds):
+    """ConfigError for the first of the files that is Python code, with a pattern for what of the kinds is beside it."""
+    for path in files:
+        if path.endswith('.py'):
+            folder = os.path.dirname(path)
+            data = next((f for f in files if f.startswith(folder + os.sep) and ending(f) in kinds), f'{folder}/x{kinds[0]}')
+            pattern = f'{os.path.dirname(data)}/*{ending(data)}'
+            raise ConfigError(f'{path} is a script, and no code of a dataset is run; name its data, like --source={pattern}.')
 
-    An entry is a document: a row of a parquet file, a line of a jsonl file (its "text"), or a whole txt file, which comes in
-    pieces, an entry each. Content may be empty. Raises ConfigError where the file cannot be read or is not UTF-8.
+
+def read_parquet(table, text_key, skip):
+    """As read_json(), of the rows of a parquet file."""
+    starts = np.cumsum([0, *(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))])
+    group = np.searchsorted(starts, skip, 'right') - 1  # where to begin
+    contents = (  # of one group at a time; asked for together, all would stay in memory
+        row.as_py()
+        for i in range(group, table.num_row_groups)
+        for batch in table.iter_batches(256, [i], [text_key])
+        for row in batch[text_key].cast('large_binary')
+    )
+    for content in itertools.islice(contents, skip - starts[group], None):
+        yield (b'', NULL) if content is None else (content, '' if content else EMPTY)
+
+
+def read_json(f, text_key, skip):
+    """Yields (text in bytes, why it is kept out, if it is) from entry `skip` on of a file of JSON objects, one a line (a blank
+    one is an entry without a text), or of one list of them."""
+    first = f.readline().removeprefix(codecs.BOM_UTF8)
+    is_list = first.lstrip()[:1] == b'['
+    rows = json.loads(first + f.read()) if is_list else itertools.chain([first], f)
+    for row in itertools.islice(rows, skip, None):
+        if not is_list and not row.strip():
+            yield b'', ''
+            continue
+        text = (row if is_list else json.loads(row))[text_key]
+        try:
+            yield (b'', NULL) if text is None else (text.encode(), '' if text else EMPTY)
+        except UnicodeEncodeError:
+            yield b'', SURROGATE
+
+
+def read_txt(path, f, fraction):
+    """Yields (sha256, whether it opens here, piece in bytes, '') of a document in pieces. With a fraction that share at its end
+    is a document of its own, with digests that put it into val and what is before into train."""
+    sha, size, decoder, done = hashlib.sha256(), 0, codecs.getincrementaldecoder('utf-8')(), 0
+    with open(path, 'rb') as packed:
+        whole = unpacked(path, packed)
+        while block := whole.read(PIECE_LENGTH):
+            sha.update(block)
+            size += len(block)
+    cut, opens = cut_of(size, fraction) if fraction else size, [True, True]
+    digests = (b'\xff' * 32, bytes(32)) if fraction else (sha.digest(), sha.digest())
+    while block := f.read(PIECE_LENGTH):
+        content = decoder.decode(block).encode()
+        at = characters_up_to(content, max(cut - done, 0))
+        for i, part in enumerate((content[:at], content[at:])):
+            if part:
+                yield digests[i], opens[i], part, ''
+                opens[i] = False
+        done += len(content)
+    decoder.decode(b'', final=True)
+
+
+def read_corpus(path, skip, text_key, fraction):
+    """Yields (share of the file read, [number, digest, opens, content, why]) from entry `skip` on: number of the entry, sha256
+    of its document, whether it opens that, content in bytes, and why it is kept out, if it is.
+
+    An entry is a document: a row of a parquet file, a line of a jsonl file, an object of a json file, or a whole txt file,
+    which comes in pieces, an entry each. Raises ConfigError where the file cannot be read or is not UTF-8.
     """
-    number, digest = skip, None
+    number, remote, kind = skip, '://' in path, ending(path).removesuffix('.gz').removesuffix('.zst')
     try:
-        remote = '://' in path
-        with (extra('datasets.utils.file_utils').xopen if remote else open)(path, 'rb') as f:  # xopen tries again
-            size = f.seek(0, os.SEEK_END)
-            f.seek(0)
-            if path.endswith('.parquet'):
-                table = extra('pyarrow.parquet').ParquetFile(f)
-                size = table.metadata.num_rows
-                starts = np.cumsum([0, *(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))])
-                group = np.searchsorted(starts, skip, 'right') - 1  # where to begin
-                contents = (  # of one group at a time; asked for together, all would stay in memory
-                    row.as_py() or b''
-                    for i in range(group, table.num_row_groups)
-                    for batch in table.iter_batches(256, [i], ['text'])
-                    for row in batch['text'].cast('large_binary')
-                )
-                skip -= starts[group]
-            elif path.endswith('.jsonl'):
-                lines, skip = itertools.islice(f, skip, None), 0
-                contents = (json.loads(line)['text'].encode() if line.strip() else b'' for line in lines)
+        with (extra('datasets.utils.file_utils').xopen if remote else open)(path, 'rb') as packed:  # xopen tries again
+            size = packed.seek(0, os.SEEK_END)
+            packed.seek(0)
+            f = unpacked(path, packed)
+            if kind == '.txt':
+                entries = itertools.islice(read_txt(path, f, fraction), skip, None)
             else:
-                digest, decoder = bytes.fromhex(file_sha256(path)), codecs.getincrementaldecoder('utf-8')()
-                blocks = iter(lambda: f.read(PIECE_LENGTH), b'')
-                contents = (decoder.decode(block, final=f.tell() == size).encode() for block in blocks)
-            for content in itertools.islice(contents, skip, None):
+                if kind == '.parquet':
+                    table = extra('pyarrow.parquet').ParquetFile(f)
+                    size = table.metadata.num_rows
+                    rows = read_parquet(table, text_key, skip)
+                else:
+                    rows = read_json(f, text_key, skip)
+                entries = ((hashlib.sha256(content).digest(), True, content, why) for content, why in rows)
+            for digest, opens, content, why in entries:
                 content.decode()
-                share = (number if path.endswith('.parquet') else f.tell()) / size
-                yield digest or hashlib.sha256(content).digest(), not digest or number == 0, content, share
+                yield (number if kind == '.parquet' else packed.tell()) / size, [number, digest, opens, content, why]
                 number += 1
     except (ConfigError, MemoryError):
         raise
     except Exception as e:  # of a damaged file, or of the network
-        raise ConfigError(f'{path} cannot be read at its entry {number} ({type(e).__name__}: {e}).') from None
+        hint = '; --text_key names another field' * isinstance(e, KeyError)
+        raise ConfigError(f'{path} cannot be read at its entry {number} ({type(e).__name__}: {e}){hint}.') from None
 
 
-def batches(files, position):
+def batches(files, position, config):
     """Yields (position after it, share of the corpus read, entries) of each batch behind `position`, which is
-    [number of the file, entries of it read]."""
+    [number of the file, entries of it read]. An entry is (number of its file, *entry as read_corpus has it)."""
     (begin, skip), entries, filled = position, [], 0
     before, total = sum(size for _, size in files[:begin]), sum(size for _, size in files)
+    default = FineWebEduConfig.val_fraction  # of web pages; far too little of a single text
+    fraction = TextConfig.val_fraction if config.val_fraction == default else config.val_fraction
+    single = len(files) == 1 and '.txt' in ending(files[0][0])
     for number, (path, size) in enumerate(files[begin:], begin):
-        for *entry, share in read_corpus(path, skip):
-            entries.append(entry)
-            filled, skip = filled + len(entry[2]), skip + 1
+        for share, entry in read_corpus(path, skip, config.text_key, fraction * single):
+            entries.append((number, *entry))
+            filled, skip = filled + len(entry[3]), skip + 1
             if filled >= PIECE_LENGTH or len(entries) >= 2**14:
                 yield [number, skip], (before + share * size) / total, entries
                 entries, filled = [], 0
@@ -601,13 +851,18 @@ def start_worker(meta, val_fraction):
 
 
 def tokenise(entries):
-    """[(tokens, whether they open a document, the split it belongs to)] of the entries that are not empty."""
-    below = WORKER['val_fraction'] * 2**64
-    return [
-        (tokens_of(WORKER['meta'], content, opens), opens, 'val' if int.from_bytes(digest[:8], 'big') < below else 'train')
-        for digest, opens, content in entries
-        if content
-    ]
+    """[((number of the file, of the entry), tokens, whether they open a document, its split, why it is kept out, if it is)] of
+    the entries that are not blank; a text that is kept out has no tokens."""
+    found, below = [], WORKER['val_fraction'] * 2**64
+    for file, number, digest, opens, content, why in entries:
+        if not content and not why:
+            continue
+        try:
+            tokens = tokens_of(WORKER['meta'], content, opens)
+        except LossyError:
+            tokens, why = (), LOSSY
+        found.append(((file, number), tokens, opens, 'val' if int.from_bytes(digest[:8], 'big') < below else 'train', why))
+    return found
 
 
 def tokenise_all(work, workers, *shared):
@@ -664,8 +919,8 @@ class Shards:
 
 def check_space(config, files, itemsize, there):
     """ConfigError unless the disk has room for all tokens of a corpus, `there` bytes of which it holds already."""
-    if config.source:  # 3 bytes of text a token and 3 of text a byte of parquet: more tokens than there will be
-        text = sum(size * (3 if path.endswith('.parquet') else 1) for path, size in files)
+    if config.source:  # 3 bytes of text a token and 3 of text a packed byte: more tokens than there will be
+        text = sum(size * (3 if path.endswith(('.parquet', *PACKED)) else 1) for path, size in files)
         tokens = text if config.tokenizer == 'bytes' else text / 3
     else:
         tokens = {'10BT': 10e9, '100BT': 100e9}[config.subset] * (4 if config.tokenizer == 'bytes' else 1)
@@ -687,14 +942,16 @@ def resume(config, path, wanted):
         if is_ready(config.out, config.overwrite, wanted):
             return None
         nothing = {'documents': {'train': 0, 'val': 0}, 'shards': {'train': [], 'val': []}}
-        return {'identity': identity, 'files': list_corpus(config), 'position': [0, 0]} | nothing
+        return (
+            {'identity': identity, 'files': list_corpus(config), 'position': [0, 0]} | nothing | {'kept_out': {}, 'gap': None}
+        )
     with explaining(f'{path} cannot be read', '--overwrite=True starts over'):
         state = json.loads(Path(path).read_text('utf-8'))
         if state['identity'] != identity:
             raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
         if config.source and state['files'] != list_corpus(config):
             raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
-    return state
+    return {'kept_out': {}, 'gap': None} | state
 
 
 def make_fineweb_edu(_, config):
@@ -703,14 +960,18 @@ def make_fineweb_edu(_, config):
     Until all is done, unfinished.json records what is safely written and the position in the source behind it, and the same
     command goes on from there: with any number of workers and restarts it writes the same bytes. Memory: some MB a process,
     and the largest document.
+
+    Documents without a text, or that the tokenizer does not give back, are kept out and named at the end; of a txt file in
+    several pieces the piece, and what follows it is another document. More than max_lost of them end the work.
     """
     meta = tokenizer_meta(config.tokenizer)
     about = source_names(config.source, f'HuggingFaceFW/fineweb-edu sample-{config.subset}')
-    wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config, 'workers')} | meta
+    wanted = {'kind': 'text', 'source': about, 'settings': settings_of(config, 'workers', 'max_lost')} | meta
     path = os.path.join(config.out, 'unfinished.json')
     if not (state := resume(config, path, wanted)):
         return
     files, documents, dtype = state['files'], state['documents'], np.dtype(meta['dtype'])
+    kept_out, bound = KeptOut(state['kept_out']), np.array([meta['document_token']], dtype)
     total = sum(shard['tokens'] for entries in state['shards'].values() for shard in entries)
     check_space(config, files, dtype.itemsize, total * dtype.itemsize)
     os.makedirs(config.out, exist_ok=True)
@@ -721,16 +982,23 @@ def make_fineweb_edu(_, config):
     shards = {name: Shards(config.out, name, config.shard_tokens, dtype, of) for name, of in state['shards'].items()}
     unwritten, written, limit = {name: [] for name in shards}, total, config.limit_tokens or math.inf
     workers = config.workers or os.cpu_count() or 1
-    work = tokenise_all(batches(files, state['position']), workers, meta, config.val_fraction)
+    work = tokenise_all(batches(files, state['position'], config), workers, meta, config.val_fraction)
     with contextlib.closing(work), tqdm(initial=total, unit=' tokens', unit_scale=True, disable=None) as progress:
         for position, share, found in work:
-            for tokens, opens, name in found:
+            for where, tokens, opens, name, why in found:
+                if why:
+                    kept_out.add(why, files[where[0]][0], where[1])
+                    state['gap'] = [where[0], where[1] + 1]
+                    continue
+                if not opens and state['gap'] == [*where]:
+                    opens, tokens = True, np.concatenate([bound, tokens])
                 if total + len(tokens) > limit:
                     position = [len(files), 0]
                     break
                 unwritten[name].append(tokens)
                 documents[name] += opens
                 total += len(tokens)
+            kept_out.check(max(sum(documents.values()) + kept_out.lost, 1000), config.max_lost)
             progress.total = max(total, min(int(total / max(share, 1e-9)), limit))
             progress.update(total - progress.n)
             ended = position[0] == len(files)
@@ -743,6 +1011,9 @@ def make_fineweb_edu(_, config):
             if ended:
                 break
     splits = {}
+    if kept_out.found:
+        kept_out.check(sum(documents.values()) + kept_out.lost, config.max_lost)
+        print(f'kept out {kept_out}')
     for name, entries in state['shards'].items():
         if not entries:
             clear(config.out)
@@ -982,6 +1253,7 @@ class TextTaskConfig:
 
     tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     chat: bool = key(True, "ask in the chat template of the tokenizer's folder, where there is one")
+    chat_date: str = key(CHAT_DATE, 'what a chat template that asks for the date takes for today')
     longest: int = key(0, 'tokens that an example may have; 0: as many as it needs', bounds=(0, 10**6))
     drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
     pack: int = key(0, 'tokens of a row of train, which several examples share; 0: a row each', bounds=(0, 10**6))
@@ -993,16 +1265,21 @@ class TextTaskConfig:
     def check(self):
         if self.drop_longer and not self.longest:
             raise ConfigError('drop_longer=True needs a limit; write it with longest=2048, or leave it out.')
+        try:
+            datetime.date.fromisoformat(self.chat_date)
+        except ValueError:
+            raise ConfigError(f'chat_date={self.chat_date} is no date; write it like chat_date={CHAT_DATE}.') from None
 
 
 def make_task(task, config):
     """A task made of text: its examples, drawn from a seed or read, as write_task() writes them."""
-    out, wanted = config.out or f'data/{task}', {'kind': 'task', 'task': task, 'settings': settings_of(config, 'source')}
+    out, settings = config.out or f'data/{task}', settings_of(config, 'source')
+    wanted = {'kind': 'task', 'task': task, 'settings': settings}
     if isinstance(config, QuestionConfig):
         wanted['source'] = source_names(config.source, HUB[task][0])
     wanted |= tokenizer_meta(config.tokenizer)
     if config.chat and 'tokenizer_json' in wanted:
-        wanted |= chat_meta(config.tokenizer, wanted['tokenizer_json'])
+        wanted |= chat_meta(config.tokenizer, wanted['tokenizer_json'], config.chat_date)
     if not is_ready(out, config.overwrite, wanted):
         examples = read_questions(task, config) if isinstance(config, QuestionConfig) else draw_task(config)
         write_task(config, out, wanted, examples)
@@ -1224,48 +1501,57 @@ HUB = {  # what `datasets` loads: plain files, no code of theirs
 
 @dataclass
 class QuestionConfig(TextTaskConfig):
-    source: str = key('', 'a jsonl, json or parquet file of the same format, or a folder of them; empty: the hub')
+    source: str = key('', 'a jsonl, json or parquet file of the same format, a folder or pattern of them; empty: the hub')
     val_fraction: float = key(0.05, 'share of the examples that makes val, where only train or val is there', bounds=SHARE)
 
 
 def read_rows(path):
-    """The rows of a jsonl, json (a list) or parquet file; ConfigError for what is none."""
-    remedy = 'it should hold one JSON object a row'
+    """The rows of a jsonl, json (a list) or parquet file, the first two perhaps packed; ConfigError for what is none."""
+    remedy, kind = 'it should hold one JSON object a row', os.path.splitext(path.removesuffix('.gz').removesuffix('.zst'))[1]
     with explaining(f'{path} cannot be read', remedy):
-        if path.endswith('.parquet'):
+        if kind == '.parquet':
             return extra('pyarrow.parquet').read_table(path).to_pylist()
-        text = Path(path).read_bytes().decode('utf-8')
-        rows = json.loads(text or '[]') if path.endswith('.json') else []
+        with open(path, 'rb') as packed:
+            text = unpacked(path, packed).read().decode('utf-8-sig')
+        rows = json.loads(text or '[]') if kind == '.json' else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')
-    for number, line in enumerate(text.split('\n') if path.endswith('.jsonl') else (), start=1):
+    for number, line in enumerate(text.split('\n') if kind == '.jsonl' else (), start=1):
         with explaining(f'{path} cannot be read at line {number}', remedy):
             rows += [json.loads(line)] if line.strip() else []
     return rows
 
 
 def read_splits(task, source):
-    """{'train' | 'val' | 'test': [(where, row)]} of a file, of the data files in a folder, or of the hub, told apart by the
-    words in their names; one without such a word is train."""
+    """{'train' | 'val' | 'test': [(where, row)]} of files, or of the hub, told apart by the words in their names; one without
+    such a word is train."""
     if source:
         source = os.path.expanduser(source)
-        paths = sorted(glob.glob(os.path.join(glob.escape(source), '*'))) if os.path.isdir(source) else [source]
-        paths = [p for p in paths if p.endswith(('.jsonl', '.json', '.parquet')) and os.path.isfile(p)]
+        found = [os.path.join(source, name) for name in os.listdir(source)] if os.path.isdir(source) else glob.glob(source)
+        found = sorted([source] if os.path.isfile(source) else found)
+        kinds = ('.parquet', *(kind + packed for kind in ('.jsonl', '.json') for packed in ('', *PACKED)))
+        refuse_scripts(found, kinds)
+        if missing := [path for path in found if not os.path.exists(path)]:
+            raise ConfigError(f'{missing[0]} is a link that leads nowhere; mend or remove it.')
+        names = {path: os.path.basename(path) for path in found}
+        paths = [path for path in found if ending(path) in kinds and names[path][0] != '.' and os.path.isfile(path)]
         if not paths:
             raise ConfigError(f'source={source} is not there, or holds no jsonl, json or parquet file; name one that does.')
+        if len(paths) < len(found):
+            print(f'source={source}: passed over {", ".join(names[path] for path in found if path not in paths)}')
         parts = {path: read_rows(path) for path in paths}
     else:
         path, options = HUB[task]
         with explaining(f'{task} could not be loaded from the hub', 'try again with a network, or name local files by source'):
             parts = {f'{task}, {name}': rows for name, rows in extra('datasets').load_dataset(path, **options).items()}
-    found = {}
+    splits = {}
     for name, rows in parts.items():
         if not len(rows):
             raise ConfigError(f'{name} is empty; leave it out of the source.')
         words = {*re.split(r'[^a-z]+', os.path.basename(name).lower())}
         split = 'test' if 'test' in words else 'val' if words & {'val', 'valid', 'validation', 'dev'} else 'train'
-        found.setdefault(split, []).extend((f'{name}, example {i}', row) for i, row in enumerate(rows, start=1))
-    return found
+        splits.setdefault(split, []).extend((f'{name}, example {i}', row) for i, row in enumerate(rows, start=1))
+    return splits
 
 
 def question_example(task, row):

@@ -108,8 +108,9 @@ def load_model(path, device='cpu'):
     return model.to(device, dtype).eval(), checkpoint
 
 
-def load_folder(name, device='cpu'):
-    """As load_model, from a folder of pretrained weights, of the hub's format or one exported here; raises ConfigError."""
+def load_folder(name, device='cpu', chat=True):
+    """As load_model, from a folder of pretrained weights, of the hub's format or one exported here; raises ConfigError. With
+    chat off, a chat template that cannot be used is left out."""
     folder = pretrained_folder(name)
     model = build(GPTConfig(**pretrained_config(folder, 2048)))  # the whole context of some would take gigabytes of state
     load_pretrained(model, folder)
@@ -118,15 +119,19 @@ def load_folder(name, device='cpu'):
         meta = json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError:
         meta = {'kind': 'text'} | tokenizer_meta(folder)
-        meta |= chat_meta(folder, meta['tokenizer_json'])
+        try:
+            meta |= chat_meta(folder, meta['tokenizer_json'])
+        except ConfigError:
+            if chat:
+                raise
     except ValueError as e:
         raise ConfigError(f'{path} cannot be read ({e}); export the model again.') from None
     return model.to(device).eval(), {'meta': meta, 'step': 0}
 
 
-def load(path, device='cpu'):
+def load(path, device='cpu', chat=True):
     """As load_model or, for hf:FOLDER, as load_folder."""
-    return load_folder(path.removeprefix('hf:'), device) if path.startswith('hf:') else load_model(path, device)
+    return load_folder(path.removeprefix('hf:'), device, chat) if path.startswith('hf:') else load_model(path, device)
 
 
 def export(model, meta, config):
@@ -414,7 +419,7 @@ def sample(config):
     if hasattr(sys.stdout, 'reconfigure'):
         sys.stdout.reconfigure(errors='replace')  # whatever the terminal cannot show
     path = find_checkpoint(config.ckpt)
-    model, checkpoint = load(path, use_device(config))
+    model, checkpoint = load(path, use_device(config), config.chat)
     meta, size = checkpoint['meta'], model.config.block_size
     if meta['vocab_size'] > model.config.vocab_size:
         known = model.config.vocab_size

@@ -257,6 +257,8 @@ class Dataset:
                     about, parts = self.meta['splits'][name], []
                     for file, entry in shard_names(name, about):
                         path = os.path.join(self.folder, file + '.bin')
+                        if not os.path.getsize(path):
+                            raise ValueError('it is empty')
                         parts.append(np.memmap(path, dtype=token_dtype(self.vocab_size), mode='r'))
                         self.expect(entry['tokens'], len(parts[-1]), 'tokens')
                     stream = parts[0] if 'shards' not in about else Stream(parts)

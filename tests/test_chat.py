@@ -105,8 +105,7 @@ def test_start_and_end_of_turn_are_the_templates_own(instruct):
     name, folder, meta = instruct
     names = {i: t for t, i in tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json')).get_vocab().items()}
     assert names[meta['stop_token']] == ENDS[name]
-    assert names[meta['document_token']] == ('<s>' if name == 'start' else '<|endoftext|>')
-    assert names[tokenizer_meta(str(folder))['document_token']] == '<|endoftext|>'
+    assert names[meta['document_token']] == '<s>', 'what tokenizer_config.json names'
     assert json.loads(json.dumps(meta)) == meta
 
 
@@ -159,7 +158,7 @@ def test_a_template_may_be_beside_or_inside_and_be_switched_off(tmp_path):
         ('ValueError: only one turn', '{{ raise_exception("only one turn") }}', {}),
         ('SecurityError', '{{ messages.append(1) }}', {}),
         ('SecurityError', '{{ "".__class__.__mro__ }}', {}),
-        ('UndefinedError', '{{ strftime_now("%Y") }}', {}),
+        ('UndefinedError', '{{ now() }}', {}),
         ('ends no turn', '{% for m in messages %}{{ m.content }}{% endfor %}', {'eos_token': None}),
         ('ends no turn', '{% for m in messages %}{{ m.content }}{% endfor %}', {'eos_token': '<|lost|>'}),
         ('changes the text', '{% for m in messages %}{{ m.content | upper }}<|over|>{% endfor %}', {}),

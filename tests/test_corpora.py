@@ -409,7 +409,7 @@ def test_corpora_that_cannot_be_read_are_one_sentence(tmp_path, capsys, monkeypa
         'half.jsonl': (b'{"text": "a"}\n{"text": "b', 'at its entry 1 (JSONDecodeError'),
         'other.jsonl': (b'{"content": "a"}', "KeyError: 'text'"),
         'number.jsonl': (b'{"text": 5}', 'at its entry 0'),
-        'surrogate.jsonl': (b'{"text": "\\ud800"}', 'UnicodeEncodeError'),
+        'surrogate.jsonl': (b'{"text": "\\ud800"}', '1 of 1 documents'),
         'junk.parquet': (b'PAR1 but nothing more', 'cannot be read'),
         'blank.jsonl': (b'\n\n', 'none of the 0 tokens'),
         'notes.md': (b'text', 'no parquet, jsonl or txt'),
