@@ -734,6 +734,7 @@ def test_processes_that_do_not_agree(folders, tmp_path, monkeypatch):
     code.mkdir()
     for path in ROOT.glob('*.py'):
         shutil.copy(path, code)
+    shutil.copytree(ROOT / 'support', code / 'support')
     (code / 'bench.py').write_text('# another revision')
     for other, where, says in (
         (replace(config, seed=2), ROOT, 'process 1 has seed=2 and process 0 seed=1337'),
