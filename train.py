@@ -57,6 +57,7 @@ from model import (
 )
 from prepare_data import shard_names, token_dtype, tokenizer_meta
 from support.flex import choose_flex
+from support.optimizers import Muon
 
 EXIT_CODES = (
     'Exit codes: 0 finished; 2 a mistake in the settings, or no space for the last checkpoint; 3 the loss or gradient is not\n'
@@ -474,18 +475,18 @@ def make_optimizers(model, config, device):
     if adamw_groups:
         optimizers.append(torch.optim.AdamW(adamw_groups, lr=config.learning_rate, betas=betas, fused=fused))
     if muon and made((True,)):
-        optimizers.append(torch.optim.Muon(made((True,)), lr=config.learning_rate, adjust_lr_fn='match_rms_adamw'))
+        optimizers.append(Muon(made((True,)), lr=config.learning_rate))
     return optimizers
 
 
 def update(optimizers, bad):
     """Steps the optimisers, unless `bad`, a bool tensor on the device: then weights, moments and counters stay as they are.
 
-    Fused kernels read the flag on the device, so the host runs ahead. Those without one (Muon, whose update takes long enough
-    to hide it) have the host wait.
+    Muon and the fused AdamW read the flag on the device, so the host runs ahead; for AdamW on MPS, whose kernel does not read
+    it, the host waits.
     """
     for optimizer in optimizers:
-        if optimizer.param_groups[0].get('fused'):
+        if getattr(optimizer, '_step_supports_amp_scaling', False):
             optimizer.found_inf = bad.float()
             optimizer.step()
         elif not bad.item():
@@ -551,7 +552,8 @@ def locked(folder):
 def agree(config, data, step):
     """Raises ConfigError, in all processes alike, where they differ in code, data, settings or the update they start from."""
     code = hashlib.sha256()
-    for path in sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(os.path.abspath(__file__))), '*.py'))):
+    root = glob.escape(os.path.dirname(os.path.abspath(__file__)))
+    for path in sorted(glob.glob(f'{root}/*.py') + glob.glob(f'{root}/support/*.py')):
         with open(path, 'rb') as f:
             code.update(f.read())
     meta = hashlib.sha256(json.dumps(data.meta, sort_keys=True).encode())  # it holds the checksums of the files

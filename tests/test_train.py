@@ -734,6 +734,7 @@ def test_processes_that_do_not_agree(folders, tmp_path, monkeypatch):
     code.mkdir()
     for path in ROOT.glob('*.py'):
         shutil.copy(path, code)
+    shutil.copytree(ROOT / 'support', code / 'support')
     (code / 'bench.py').write_text('# another revision')
     for other, where, says in (
         (replace(config, seed=2), ROOT, 'process 1 has seed=2 and process 0 seed=1337'),
@@ -814,33 +815,31 @@ def test_two_nodes_go_on_when_one_dies(folders, tmp_path, dies):
     """Two agents of torchrun, two processes each. A process that is killed is started again by its agent, and an agent that is
     killed by whoever watches over it; the run goes on from its checkpoint, and its curve is that of one process."""
     config = settings(folders, tmp_path / 'out', 'task', **ARCHITECTURES['lrt'] | {'schedule': 'interleaved'}, dtype='float64')
-    config = replace(config, batch_size=12, max_steps=300, eval_interval=25, eval_batches=1, log_interval=1, init_from='auto')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
+    config = replace(config, batch_size=12, max_steps=150, eval_interval=25, eval_batches=1, log_interval=1, init_from='auto')
     argv = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc_per_node=2', '--max-restarts=3']
-    argv += ['--rdzv_backend=c10d', f'--rdzv_endpoint=127.0.0.1:{port}', '--rdzv_id=run', 'train.py', *command(config)]
-
+    argv += ['--rdzv_backend=c10d', f'--rdzv_endpoint=127.0.0.1:{free_ports(1)[0]}', '--rdzv_id=run']
     env = os.environ | {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}  # or a restart may read addresses of the life before
 
     def agent(number):
+        # The first agent, which lives, holds the meeting place. Left to themselves the first that comes would, and a run ends
+        # with the agent that holds it.
+        conf = f'--rdzv_conf=is_host={int(number == 0)},read_timeout=300'
         with open(tmp_path / f'said{number}', 'a') as f:
-            return subprocess.Popen(argv, cwd=ROOT, stderr=f, stdout=-3, env=env)
+            return subprocess.Popen([*argv, conf, 'train.py', *command(config)], cwd=ROOT, stderr=f, stdout=-3, env=env)
 
-    agents = [agent(0)]
-    time.sleep(2)  # the first that comes holds the meeting place
-    agents.append(agent(1))
-    since = time.time()
-    while not (tmp_path / 'out' / 'ckpt.pt').exists() and time.time() - since < 300:
-        time.sleep(0.05)
-    workers = running((name for name in os.listdir('/proc') if name.isdigit()), agents[1].pid)
-    assert len(workers) == 2
-    os.kill(workers[0] if dies == 'process' else agents[1].pid, signal.SIGKILL)
-    if dies == 'node':
-        agents[1].wait(60)
-        agents[1] = agent(1)
+    agents = [agent(0), agent(1)]
     try:
-        assert [a.wait(200) for a in agents] == [0, 0], (tmp_path / 'said0').read_text()
+        since = time.time()
+        while not (tmp_path / 'out' / 'ckpt.pt').exists() and time.time() - since < 300:
+            time.sleep(0.05)
+        workers = running((name for name in os.listdir('/proc') if name.isdigit()), agents[1].pid)
+        assert len(workers) == 2
+        os.kill(workers[0] if dies == 'process' else agents[1].pid, signal.SIGKILL)
+        if dies == 'node':
+            agents[1].wait(60)
+            agents[1] = agent(1)
+        codes = [a.wait(300) for a in agents]
+        assert codes == [0, 0], [(tmp_path / f'said{number}').read_text() for number in range(2)]
     finally:
         for a in agents:
             a.kill()

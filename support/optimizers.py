@@ -1,0 +1,119 @@
+"""Muon: Newton-Schulz on stacks of matrices of one shape, shared over the processes of a run."""
+
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon with rates on the scale of AdamW's: the same state, the same numbers, fewer launches.
+
+    Matrices of one shape are stacked, so a step is a few large kernels. On CPU a launch costs little and a batched product
+    rounds differently, so Newton-Schulz takes them one by one: there the numbers are torch's to the last bit.
+
+    Each process of a run orthogonalises its share of the matrices, and one collective call exchanges the results. The momentum
+    follows from the averaged gradient alone. Every process holds all of it, so a checkpoint does not depend on their number.
+
+    A step is skipped where the tensor `found_inf` is not 0, as in the fused AdamW; the host never reads it.
+    """
+
+    _step_supports_amp_scaling = True  # torch's mark of an optimiser that reads found_inf
+    found_inf = None
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr, adjust_lr_fn='match_rms_adamw')
+
+    @torch.no_grad()
+    def step(self):
+        matrices = [p for group in self.param_groups for p in with_gradient(group)]
+        if not matrices:
+            return
+        for p in matrices:
+            if 'momentum_buffer' not in self.state[p]:
+                self.state[p]['momentum_buffer'] = torch.zeros_like(p)
+        skip = torch.zeros((), device=matrices[0].device) if self.found_inf is None else self.found_inf
+        skip = skip.bool()  # selected by torch.where: a product with 0 would let NaN through
+        for batch in by_shape(matrices):
+            moments = self.moments(batch)
+            before = torch.stack(moments)
+            after = before.lerp(torch.stack([p.grad for p in batch]), 1 - self.defaults['momentum'])
+            torch._foreach_copy_(moments, torch.where(skip, before, after).unbind())
+        updates = self.updates(matrices)
+        for group in self.param_groups:
+            lr, weight_decay = group['lr'], group['weight_decay']
+            for batch in by_shape(with_gradient(group)):
+                before = torch.stack(batch)
+                scale = 0.2 * math.sqrt(max(batch[0].shape))  # an orthogonal matrix times this has entries as large as AdamW's
+                after = before * (1 - lr * weight_decay)
+                after.add_(torch.stack([updates[p] for p in batch]), alpha=-(lr * scale))
+                torch._foreach_copy_(batch, torch.where(skip, before, after).unbind())
+
+    def moments(self, matrices):
+        return [self.state[p]['momentum_buffer'] for p in matrices]
+
+    def updates(self, matrices):
+        """{matrix: its orthogonalised Nesterov momentum in bfloat16}, each computed by one of the processes."""
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        owners = assign(tuple(p.shape for p in matrices), world)
+        shares = [[p for p, owner in zip(matrices, owners, strict=True) if owner == r] for r in range(world)]
+        updates = {}
+        for batch in by_shape(shares[rank]):
+            nesterov = torch.stack([p.grad for p in batch])
+            nesterov.lerp_(torch.stack(self.moments(batch)), self.defaults['momentum'])
+            settings = {name: self.defaults[name] for name in ('ns_coefficients', 'ns_steps', 'eps')}
+            if nesterov.device.type == 'cpu':
+                updates.update(zip(batch, [orthogonalize(x, **settings) for x in nesterov], strict=True))
+            else:
+                updates.update(zip(batch, orthogonalize(nesterov, **settings), strict=True))
+        if world == 1:
+            return updates
+        sizes = [[p.numel() for p in share] for share in shares]
+        longest = max(map(sum, sizes))
+        padding = torch.empty(longest - sum(sizes[rank]), dtype=torch.bfloat16, device=matrices[0].device)
+        sent = torch.cat([*(updates[p].flatten() for p in shares[rank]), padding])
+        received = sent.new_empty(world * longest)
+        dist.all_gather_single(received, sent)
+        for share, lengths, part in zip(shares, sizes, received.split(longest), strict=True):
+            for p, values in zip(share, part[: sum(lengths)].split(lengths), strict=True):
+                updates[p] = values.view_as(p)
+        return updates
+
+
+def with_gradient(group):
+    return [p for p in group['params'] if p.grad is not None]
+
+
+def by_shape(matrices):
+    """The matrices as lists of one shape each."""
+    batches = {}
+    for p in matrices:
+        batches.setdefault(p.shape, []).append(p)
+    return batches.values()
+
+
+@functools.cache
+def assign(shapes, world):
+    """The rank that orthogonalises each matrix: the costliest first, each to the rank with the least work so far."""
+    costs = [min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]  # of one iteration, up to a factor
+    owners, work = [0] * len(shapes), [0] * world
+    for i in sorted(range(len(shapes)), key=costs.__getitem__, reverse=True):
+        owners[i] = work.index(min(work))
+        work[owners[i]] += costs[i]
+    return owners
+
+
+def orthogonalize(matrices, ns_coefficients, ns_steps, eps):
+    """(rows, columns) or (n, rows, columns) -> the same in bfloat16, singular values near 1, by Newton-Schulz iterations."""
+    a, b, c = ns_coefficients
+    multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
+    x = matrices.bfloat16()
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
