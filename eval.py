@@ -441,9 +441,10 @@ def draw_curves(folders, path):
             except (OSError, ValueError) as e:
                 raise ConfigError(f'curves={folder}: its log.jsonl cannot be read ({e}).') from None
             train = [(line['step'], line['loss']) for line in lines if 'loss' in line]
-            val = [(line['step'], (line['val_exact'] or line['val'])['loss']) for line in lines if 'val' in line]
-            (drawn,) = panel.plot(*zip(*val, strict=True), label=os.path.basename(folder))
-            panel.plot(*zip(*train, strict=True), alpha=0.4, linewidth=1, color=drawn.get_color(), marker='')
+            found = [(line['step'], line.get('val_exact') or line['val']) for line in lines if 'val' in line]
+            val = [(step, of['loss']) for step, of in found if 'loss' in of]  # a split without a scored token has none
+            (drawn,) = panel.plot(*np.reshape(val, (-1, 2)).T, label=os.path.basename(folder))
+            panel.plot(*np.reshape(train, (-1, 2)).T, alpha=0.4, linewidth=1, color=drawn.get_color(), marker='')
         panel.set(xlabel='update', ylabel='loss (nats a token): training faint, validation as decoded')
         panel.legend()
 

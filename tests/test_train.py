@@ -734,6 +734,7 @@ def test_processes_that_do_not_agree(folders, tmp_path, monkeypatch):
     code.mkdir()
     for path in ROOT.glob('*.py'):
         shutil.copy(path, code)
+    shutil.copytree(ROOT / 'support', code / 'support')
     (code / 'bench.py').write_text('# another revision')
     for other, where, says in (
         (replace(config, seed=2), ROOT, 'process 1 has seed=2 and process 0 seed=1337'),
@@ -903,11 +904,8 @@ def rates(**changed):
 @pytest.mark.parametrize('warmdown', [0.0, 0.4, 1.0])
 @pytest.mark.fault('warm-up and decay of any length, 0 and all included', 'a finite, continuous rate')
 def test_the_learning_rate_is_finite_and_continuous(kind, decay_steps, warmup, warmdown):
-    if warmup > (decay_steps or 100):
-        with pytest.raises(ConfigError, match=f'warmup_steps={warmup}'):
-            rates(lr_schedule=kind, decay_steps=decay_steps, warmup_steps=warmup)
-        return
     config, r = rates(lr_schedule=kind, decay_steps=decay_steps, warmup_steps=warmup, warmdown_fraction=warmdown)
+    warmup = warmup if warmup <= (decay_steps or 100) else (decay_steps or 100) // 10
     assert all(math.isfinite(v) and 0.05 - 1e-12 <= v <= 0.5 for v in r[warmup:]) and max(r) <= 0.5
     if warmup:
         assert r[0] == pytest.approx(0.5 / warmup) and r[warmup - 1] == pytest.approx(0.5)
@@ -1167,6 +1165,8 @@ def test_damaged_data_is_one_sentence(folders, tmp_path):
 
 
 class FakeRun:
+    id, starting_step = 'an-id', 0
+
     def __init__(self, fails_at):
         self.lines, self.finished, self.fails_at = [], False, fails_at
 
