@@ -19,6 +19,11 @@ import weakref
 import zipfile
 from dataclasses import asdict, dataclass, fields, replace
 
+try:
+    import fcntl
+except ImportError:  # not every system has it
+    fcntl = None
+
 if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there would print a traceback
 
     def leave(*_):
@@ -27,11 +32,6 @@ if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there w
         os._exit(130)
 
     signal.signal(signal.SIGINT, leave)  # until a run, which has something to save, sets its own
-
-try:
-    import fcntl
-except ImportError:  # not every system has it
-    fcntl = None
 
 import numpy as np
 import torch

@@ -27,7 +27,9 @@ class Signals:
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
             for name in (*STOP, *SAVE):
-                if number := getattr(signal, name, None):  # not every system has all
+                number = getattr(signal, name, None)  # not every system has all
+                # nohup has it ignored: a closed terminal is then no reason to end
+                if number and not (name == 'SIGHUP' and signal.getsignal(number) == signal.SIG_IGN):
                     self.before[number] = signal.signal(number, self.note)
         return self
 
@@ -55,7 +57,7 @@ def reporting_to_torchrun():
         raise
 
 
-def check_compiler(device):
+def check_compiler(device='cpu'):
     """Raises ConfigError where torch.compile cannot build a kernel for `device`, as without a C++ compiler."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))

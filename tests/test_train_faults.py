@@ -231,6 +231,17 @@ def test_a_signal_is_saved(data, tmp_path, monkeypatch, capsys, name):
     assert [signal.getsignal(n) for n in numbers] == before
 
 
+def test_under_nohup_a_closed_terminal_ends_nothing(data, tmp_path, monkeypatch):
+    sending(monkeypatch, signal.SIGHUP, 3)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        train.train(settings(data, tmp_path / 'out', max_steps=6))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(losses(tmp_path / 'out')) == 6
+
+
 def test_a_run_in_a_thread(data, tmp_path):
     """It trains to its end, and no handler of the process changes."""
     numbers = [getattr(signal, name) for name in (*STOP, *SAVE)]
