@@ -58,6 +58,7 @@ from model import (
     sliced,
 )
 from prepare_data import shard_names, token_dtype, tokenizer_meta
+from support.log import finite, one_number_each
 from support.processes import Signals, check_compiler, reporting_to_torchrun
 from support.read_ahead import read_ahead
 
@@ -670,26 +671,6 @@ def changed_settings(before, config):
     if wrong := [changed[name] for name in fixed if name in changed]:
         raise ConfigError(f'{config.out_dir} cannot go on with {", ".join(wrong)}; give what it had, or another --out_dir.')
     return [changed[name] for name in changed if name not in ('init_from', 'out_dir', 'device', 'threads', 'json')]
-
-
-def finite(value):
-    """`value` as JSON can hold it: in a dict what is no finite number is left out, in a list it is None."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items() if not isinstance(v, float) or math.isfinite(v)}
-    return [v if math.isfinite(v) else None for v in value] if isinstance(value, list) else value
-
-
-def one_number_each(values):
-    """{'pass/0': a, 'pass/1': b, 'val/loss': c} for {'passes': [a, b], 'val': {'loss': c}}; what is None is left out."""
-    single = {}
-    for name, value in values.items():
-        if isinstance(value, list):
-            name, value = {'passes': 'pass', 'changes': 'change'}[name], dict(enumerate(value))
-        if isinstance(value, dict):
-            single |= {f'{name}/{part}': number for part, number in value.items()}
-        else:
-            single[name] = value
-    return {name: number for name, number in single.items() if number is not None}
 
 
 class Tracker:

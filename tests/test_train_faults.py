@@ -25,6 +25,7 @@ import prepare_data
 import train
 from configurator import ConfigError
 from model import GPT, SEQUENTIAL, GPTConfig, build
+from support.log import finite, one_number_each
 from support.processes import SAVE, STOP
 from support.read_ahead import read_ahead
 from train import Dataset, TrainConfig, read_checkpoint
@@ -130,9 +131,10 @@ def test_a_split_that_scores_nothing(data, tmp_path, capsys):
 
 def test_what_is_not_finite_is_no_json():
     values = {'step': 3, 'loss': float('nan'), 'passes': [1.0, float('inf')], 'val': {'loss': float('inf'), 'state': 0.5}}
-    found = train.finite(values | {'val_exact': None})
+    found = finite(values | {'val_exact': None})
     assert found == {'step': 3, 'passes': [1.0, None], 'val': {'state': 0.5}, 'val_exact': None}
     json.dumps(found, allow_nan=False)
+    assert one_number_each(found) == {'step': 3, 'pass/0': 1.0, 'val/state': 0.5}
 
 
 def test_every_split_is_counted_before_training(data, tmp_path):
