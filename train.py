@@ -557,8 +557,9 @@ def locked(folder):
 
 def agree(config, data, step):
     """Raises ConfigError, in all processes alike, where they differ in code, data, settings or the update they start from."""
-    code, here = hashlib.sha256(), glob.escape(os.path.dirname(os.path.abspath(__file__)))
-    for path in sorted(f for files in ('*.py', 'support/*.py') for f in glob.glob(os.path.join(here, files))):
+    code = hashlib.sha256()
+    root = glob.escape(os.path.dirname(os.path.abspath(__file__)))
+    for path in sorted(glob.glob(f'{root}/*.py') + glob.glob(f'{root}/support/*.py')):
         with open(path, 'rb') as f:
             code.update(f.read())
     meta = hashlib.sha256(json.dumps(data.meta, sort_keys=True).encode())  # it holds the checksums of the files
