@@ -229,9 +229,11 @@ def parse(config_class, argv, usage):
 
 def fail(sentence, code=2):
     """SystemExit with `code`, after one line on stderr (from the first process only, when there are several)."""
+    line, end = 'error: ' + ' '.join(str(sentence).split('\n')), SystemExit(code)
     if os.environ.get('RANK', '0') == '0':
-        print('error: ' + ' '.join(str(sentence).split('\n')), file=sys.stderr)
-    return SystemExit(code)
+        print(line, file=sys.stderr)
+    end.add_note(line)  # behind torchrun it is shown once more, in its own last words
+    return end
 
 
 @contextlib.contextmanager

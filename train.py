@@ -6,7 +6,6 @@ Batches are a pure function of (seed, step, sample), so a resumed run and a run 
 
 import contextlib
 import errno
-import fcntl
 import glob
 import hashlib
 import json
@@ -19,6 +18,11 @@ import time
 import weakref
 import zipfile
 from dataclasses import asdict, dataclass, fields, replace
+
+try:
+    import fcntl
+except ImportError:  # not every system has it
+    fcntl = None
 
 if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there would print a traceback
 
@@ -57,11 +61,15 @@ from model import (
 )
 from prepare_data import shard_names, token_dtype, tokenizer_meta
 from support.flex import choose_flex
+from support.log import finite, one_number_each
 from support.optimizers import Muon
+from support.processes import Signals, check_compiler, reporting_to_torchrun
+from support.read_ahead import read_ahead
 
 EXIT_CODES = (
     'Exit codes: 0 finished; 2 a mistake in the settings, or no space for the last checkpoint; 3 the loss or gradient is not\n'
-    'finite any more; 4 another process of the run has ended; 130 or 143 after SIGINT or SIGTERM, with the state saved.'
+    'finite any more; 4 another process of the run has ended; 128 + the number of SIGINT, SIGTERM, SIGHUP or SIGUSR2,\n'
+    'with the state saved. SIGUSR1 saves the state, and the run continues.'
 )
 
 DOCUMENT = -2  # reset_token=document until the data are known
@@ -98,7 +106,7 @@ class TrainConfig(Schedule, GPTConfig):
         'after the warm-up: cosine, linear over the last warmdown_fraction, or constant',
         ('cosine', 'linear', 'constant'),
     )
-    warmup_steps: int = key(100, 'updates of linear warm-up; the first has learning_rate / warmup_steps', bounds=FROM_0)
+    warmup_steps: int = key(100, 'updates of linear warm-up; a tenth of the run where it is longer than that', bounds=FROM_0)
     decay_steps: int = key(0, 'update at which the decay ends; 0 means max_steps', bounds=FROM_0)
     warmdown_fraction: float = key(0.4, 'lr_schedule=linear: share of the updates that decay', bounds=(0, 1))
     final_lr_fraction: float = key(0.1, 'learning rate at the end, as a fraction of the peak', bounds=ANY)
@@ -117,7 +125,9 @@ class TrainConfig(Schedule, GPTConfig):
     keep_every: int = key(0, 'updates between checkpoints that are kept as ckpt-UPDATE.pt; 0 keeps none', bounds=FROM_0)
     keep_best: bool = key(False, 'keep the checkpoint of the lowest validation loss as best.pt')
     eval_batches: int = key(8, 'validation batches under the training schedule, each of batch_size sequences', bounds=FROM_1)
-    eval_exact_batches: int = key(1, 'validation batches under the exact sequential recurrence; 0 skips it', bounds=FROM_0)
+    eval_exact_batches: int = key(
+        1, 'validation micro-batches of each process under the exact sequential recurrence; 0 skips it', bounds=FROM_0
+    )
     log_interval: int = key(10, 'updates between lines of log.jsonl', bounds=FROM_1)
     seed: int = key(1337, 'seed of the weights and of the order of the data', bounds=(0, 2**63 - 1))
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
@@ -136,6 +146,16 @@ class TrainConfig(Schedule, GPTConfig):
     wandb_project: str = key('latent-memory', 'project there; the run is named after out_dir')
     dry_run: bool = key(False, 'print parameters, operations and peak memory, allocate nothing, and stop')
     json: bool = key(False, 'with dry_run: also print one JSON object as the last line')
+
+    @property
+    def decay_end(self):
+        """The step at which the learning rate has its last value."""
+        return self.decay_steps or self.max_steps
+
+    @property
+    def warmup(self):
+        """Steps of warm-up: warmup_steps, or a tenth of the run where they do not fit."""
+        return self.warmup_steps if self.warmup_steps <= self.decay_end else max(1, self.decay_end // 10)
 
     @property
     def micro_batch(self):
@@ -161,11 +181,6 @@ class TrainConfig(Schedule, GPTConfig):
             )
         if not self.out_dir or os.path.isfile(self.out_dir):
             raise ConfigError(f'out_dir={self.out_dir} is no folder; name one for the checkpoint and the log.')
-        end = self.decay_steps or self.max_steps
-        if self.warmup_steps > end:
-            raise ConfigError(
-                f'warmup_steps={self.warmup_steps} is above the {end} updates of the schedule; take {end} or less.'
-            )
         if self.d_forward_start >= 0:
             if self.schedule != 'jacobi' or not self.d_forward_start < self.d_forward:
                 raise ConfigError(
@@ -316,10 +331,17 @@ class Dataset:
                     f'{self.folder}/{name}.bin has {len(self.split(name))} tokens, too few for block_size={config.block_size}; '
                     f'take a smaller block_size or more data.'
                 )
-            if not self.is_text and (longest := self.split(name)['tokens'].shape[1]) > config.block_size:
-                raise ConfigError(
-                    f'{self.folder} has examples of {longest} tokens, above block_size={config.block_size}; take {longest}.'
-                )
+            if not self.is_text and not (self.split(name)['targets'] >= 0).any():
+                what = f'no token of {name} in {self.folder} is scored'
+                if name == 'train':
+                    raise ConfigError(f'{what}, so there is nothing to learn; make the dataset again with prepare_data.py.')
+                warn(f'{what}: there is no validation loss.')
+        if self.longest and (longest := max(self.longest.values())) > config.block_size:  # eval.py reads the other splits
+            split = max(self.longest, key=self.longest.get)
+            raise ConfigError(
+                f'{self.folder} has examples of {longest} tokens in {split}, above block_size={config.block_size}; '
+                f'take {longest}.'
+            )
         if not self.is_text and 'rows' in self.meta['splits']['train']:
             if config.reset_token != self.document_token or not config.document_attention:
                 raise ConfigError(
@@ -362,6 +384,13 @@ class Dataset:
             number = number * (T if self.is_text and not self.document_rows else 1) % choices
         return starts[number] if self.document_rows else number
 
+    def epochs(self, n_rows, T):
+        """How often `n_rows` sequences go through the training split: by its documents, tokens or examples."""
+        split = self.split('train')
+        if self.document_rows:
+            return n_rows / len(self.openings('train'))
+        return n_rows * T / len(split) if self.is_text else n_rows / len(split['tokens'])
+
     def batch(self, name, rows, T, device='cpu'):
         """tokens, targets (B, T) int64 and recur_mask (B, T) bool or None; targets are -1 where nothing is scored."""
         split = self.split(name)
@@ -381,9 +410,7 @@ class Dataset:
                 f'{self.vocab_size}; make the dataset again with prepare_data.py.'
             )
         tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
-        if device != 'cpu' and str(device).startswith('cuda'):
-            tensors = [t.pin_memory().to(device, non_blocking=True) for t in tensors]
-        return *(t.to(device) for t in tensors), *([None] if self.is_text else [])
+        return to_device((*tensors, *([None] if self.is_text else [])), device)
 
     def length(self, name, block_size):
         """Positions in a batch of this split."""
@@ -394,6 +421,13 @@ class Dataset:
         if self.is_text:
             return np.full(T, len(rows))
         return (self.split(name)['targets'][rows] >= 0).sum(0)
+
+
+def to_device(tensors, device):
+    """Copies on `device` of tensors, or None, in the memory of the host; on a GPU the host does not wait for them."""
+    if str(device).startswith('cuda'):
+        return tuple(t if t is None else t.pin_memory().to(device, non_blocking=True) for t in tensors)
+    return tuple(t if t is None else t.to(device) for t in tensors)
 
 
 def warn(sentence):
@@ -417,13 +451,14 @@ def use_device(config):
         raise ConfigError(
             f'device={name} is not available here; choose from auto, {", ".join(k for k, v in there.items() if v)}.'
         )
+    if number:  # what names no device, in torch and in libraries, means the current one
+        torch.cuda.set_device(name)
     return name
 
 
 def learning_rate(config, step):
     """Rate of update `step`, counted from 0: linear warm-up that ends at the peak, then the decay, then its last value."""
-    peak, warmup = config.learning_rate, config.warmup_steps
-    end = config.decay_steps or config.max_steps
+    peak, warmup, end = config.learning_rate, config.warmup, config.decay_end
     if step < warmup:
         return peak * (step + 1) / warmup
     if config.lr_schedule == 'constant':
@@ -541,6 +576,8 @@ def locked(folder):
     """Holds folder/lock, which the kernel releases however the process ends; raises ConfigError where another run has it."""
     with open(os.path.join(folder, 'lock'), 'w') as f:
         try:
+            if fcntl is None:
+                raise OSError(errno.ENOLCK, 'this system has no fcntl')
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f'another run is writing to {folder}; wait for its end or choose another --out_dir.') from None
@@ -669,10 +706,13 @@ def changed_settings(before, config):
 
 
 class Tracker:
-    """wandb, if asked for, on the first process only; whatever goes wrong there is one warning and no more."""
+    """wandb, if asked for, on the first process only; whatever goes wrong there is one warning and no more.
 
-    def __init__(self, config, active):
-        self.run = None
+    `id` is that of the run there, which a checkpoint keeps: a resumed run continues it, and sends no step a second time.
+    """
+
+    def __init__(self, config, active, id=None):
+        self.run, self.id, self.starts = None, id, 0
         if config.wandb != 'off' and active:
             with self.giving_up():
                 import wandb
@@ -684,7 +724,10 @@ class Tracker:
                     mode=config.wandb,
                     dir=config.out_dir,
                     settings=wandb.Settings(init_timeout=30),
+                    id=id,
+                    resume='allow' if id else None,
                 )
+                self.id, self.starts = self.run.id, self.run.starting_step
 
     @contextlib.contextmanager
     def giving_up(self):
@@ -695,9 +738,9 @@ class Tracker:
             warn(f'wandb is off from here on ({type(e).__name__}: {e}); log.jsonl is complete.')
 
     def log(self, values):
-        if self.run:
+        if self.run and values['step'] >= self.starts:
             with self.giving_up():
-                self.run.log({k: v for k, v in values.items() if k != 'step'}, step=values['step'])
+                self.run.log(one_number_each({k: v for k, v in values.items() if k != 'step'}), step=values['step'])
 
     def finish(self):
         if self.run:
@@ -710,11 +753,10 @@ def evaluate(
     model, data, config, schedule, batches, split='val', rank=0, world=1, device='cpu', autocast=contextlib.nullcontext
 ):
     """Loss (nats a scored position) of the newest output of every position under `schedule`; for tasks also the accuracy of
-    each score. All processes together see `batches` batches of the global batch size."""
+    each score. All processes together see `batches` batches of the global batch size. A mean over nothing is left out."""
     T = data.length(split, config.block_size)
     micro = config.batch_size // (world * config.accumulation)  # the shape that training runs, so nothing compiles again
-    names = ['loss', *data.scores]
-    totals = torch.zeros(len(names), 2, dtype=torch.float64, device='cpu')
+    names, sums = ['loss', *data.scores], []
     for step in range(batches):
         rows = data.rows(split, config.seed, step, config.batch_size, T)[rank * micro * config.accumulation :]
         for i in range(config.accumulation):
@@ -727,9 +769,9 @@ def evaluate(
             for low, high in data.scores.values():
                 kind = (y >= low) & (y < high)
                 found.append(((hit & kind).sum(), kind.sum()))
-            totals += torch.tensor([[float(a), float(b)] for a, b in found], dtype=torch.float64)
+            sums.append(torch.stack([torch.stack(pair).to(nll.dtype) for pair in found]))  # a number here would cost a wait
+    totals = torch.stack(sums).cpu().double().sum(0)
     if world > 1:
-        totals = totals.to(device if str(device).startswith('cuda') else 'cpu')
         dist.all_reduce(totals)
     return {name: a / b for name, (a, b) in zip(names, totals.tolist(), strict=True) if b}
 
@@ -742,8 +784,10 @@ def watch(model):
     def look(what, value):
         if isinstance(value, torch.Tensor) and not value.isfinite().all():
             rank = f'in process {os.environ["RANK"]}, ' if 'RANK' in os.environ else ''
-            print(f'error: {rank}{what} in pass {max(number, 0)} is not finite.', file=sys.stderr)  # whichever process it is
-            raise SystemExit(3)
+            sentence, end = f'error: {rank}{what} in pass {max(number, 0)} is not finite.', SystemExit(3)
+            print(sentence, file=sys.stderr)  # whichever process it is
+            end.add_note(sentence)
+            raise end
 
     def begin(*_):
         nonlocal number
@@ -903,8 +947,12 @@ def run(config, held):
     first, parent = rank == 0, os.getppid()
     device = use_device(config)
     kind = device.split(':')[0]
+    if world > 1 and kind == 'cuda':
+        device = use_device(replace(config, device=f'cuda:{os.environ["LOCAL_RANK"]}'))
     if config.attention == 'flex' and kind != 'cuda':
         raise ConfigError(f'attention=flex has no backward on {kind}; take attention=sdpa, or a CUDA device.')
+    if config.compile:
+        check_compiler(device)
     data = Dataset(config.data_dir)
     config.reset_token = data.reset_token(config)
     config.vocab_size = data.fit(config)
@@ -928,10 +976,8 @@ def run(config, held):
             raise ConfigError(f'max_steps={config.max_steps} lies behind {path}, which holds update {saved["step"]}; raise it.')
 
     if world > 1:
-        if kind == 'cuda':
-            device = f'cuda:{os.environ["LOCAL_RANK"]}'
-            torch.cuda.set_device(device)
-        dist.init_process_group('nccl' if kind == 'cuda' else 'gloo')
+        # What only the hosts have to tell each other does not wait for the GPUs.
+        dist.init_process_group('cpu:gloo,cuda:nccl' if kind == 'cuda' else 'gloo')
         agree(config, data, saved['step'] if saved else 0)
 
     if kind == 'cpu':
@@ -957,7 +1003,7 @@ def run(config, held):
         return torch.autocast(kind, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 
     optimizers = make_optimizers(raw, config, kind)
-    start, best, skipped, bad_row, whole = 0, math.inf, 0, 0, False
+    start, best, skipped, bad_row, whole, tracked = 0, math.inf, 0, 0, False, None
     if saved:
         load_weights(raw, saved)
         try:
@@ -969,6 +1015,8 @@ def run(config, held):
         start, best = saved['step'], saved['best_loss']
         skipped, bad_row = saved.get('bad_steps', (0, 0))
         whole = saved['path'] == path
+        if saved['config']['out_dir'] == config.out_dir:  # not where a copy of the checkpoint begins a run of its own
+            tracked = saved.get('wandb_id')
         saved = None
     if config.compile:
         raw.compile()
@@ -981,21 +1029,24 @@ def run(config, held):
         starting = schedule_at(config, 0)
         unused = config.recurrence != 'none' and config.initial and len(starting.passes(T)) == 1
         ids = [torch.device(device).index] if kind == 'cuda' else None
-        model = DistributedDataParallel(raw, device_ids=ids, find_unused_parameters=unused)
+        model = DistributedDataParallel(raw, device_ids=ids, find_unused_parameters=unused, gradient_as_bucket_view=True)
 
-    stop = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _: stop.append(n))
+    signals = held.enter_context(Signals())
     log_path = os.path.join(config.out_dir, 'log.jsonl')
     if first:
         best = min(best, continue_log(log_path, start))  # a checkpoint is written before the evaluation that belongs to it
         print(f'{sum(count_parameters(raw).values()):,} parameters, {kind}, {dtype}, updates {start} to {config.max_steps}')
+        if (epochs := data.epochs(config.max_steps * config.batch_size, T)) > 1:
+            print(f'the run goes through the training data {epochs:,.1f} times')
+        if config.warmup != config.warmup_steps:
+            print(f'warmup_steps={config.warmup_steps} is above {config.decay_end} steps; the warm-up takes {config.warmup}')
         if changed:
             print(f'goes on with other settings than before: {", ".join(changed)}')
-    tracker = Tracker(config, first)
+    tracker = Tracker(config, first, tracked)
 
     def log(values):
         if first:
+            values = finite(values)
             with surviving(log_path), open(log_path, 'a', encoding='utf-8') as f:
                 f.write(json.dumps(values) + '\n')
             tracker.log(values)
@@ -1015,6 +1066,7 @@ def run(config, held):
             'best_loss': best,
             'bad_steps': (skipped, bad_row),
             'rng': torch.get_rng_state(),
+            'wandb_id': tracker.id,
         }
         written_at = time.monotonic()
         with surviving(f'update {step} in {config.out_dir}'):
@@ -1024,11 +1076,18 @@ def run(config, held):
                 keep(path, os.path.join(config.out_dir, f'ckpt-{step:06}.pt'))
         return written == step
 
-    micro = config.micro_batch
+    def read(step):
+        """How many sequences of a step score each position, (T,), and this process's micro-batches of it."""
+        rows = data.rows('train', config.seed, step, config.batch_size, T)
+        parts = rows.reshape(world, config.accumulation, -1)[rank]
+        return data.scored('train', rows, T), [data.batch('train', part, T) for part in parts]
+
+    batches = held.enter_context(contextlib.closing(read_ahead(read, range(start, config.max_steps))))
+    one_micro_batch = replace(config, batch_size=config.batch_size // config.accumulation, accumulation=1)
     shared = dict(rank=rank, world=world, device=device, autocast=autocast)
     bar = tqdm(total=config.max_steps, initial=start, disable=not first or None, unit='update', mininterval=1)
     said_at = time.monotonic()
-    since, counted, done, interrupted = time.perf_counter(), start, start, 0
+    since, counted, done, interrupted, asked = time.perf_counter(), start, start, 0, False
     growing = 0  # lines in a row whose passes moved the span more and more
     recent, longest = [], 0  # whether each update since the last look was skipped, on the device; the longest row of them
     for step in range(start, config.max_steps):
@@ -1042,13 +1101,13 @@ def run(config, held):
         final = done == config.max_steps
         evaluated = done % config.eval_interval == 0 or final
         logged = done % config.log_interval == 0 or evaluated
-        rows = data.rows('train', config.seed, step, config.batch_size, T)
-        scored = data.scored('train', rows, T)
+        scored, micro_batches = next(batches)
         counts = torch.tensor([scored[sliced(p)].sum() for p in passes])
-        mine = rows[rank * micro * config.accumulation :]
+        weights = schedule.pass_weights[: len(passes)] or (1.0,) * len(passes)
+        empty = not any(n and weight for n, weight in zip(counts.tolist(), weights, strict=True))
         loss, means, changes = 0.0, 0.0, [] if logged and first and config.recurrence != 'none' else None
-        for i in range(config.accumulation):
-            x, y, mask = data.batch('train', mine[i * micro : (i + 1) * micro], T, device)
+        for i, micro_batch in enumerate(micro_batches):
+            x, y, mask = to_device(micro_batch, device)
             last = i == config.accumulation - 1
             with contextlib.nullcontext() if last or world == 1 else model.no_sync(), autocast():
                 part, part_means = model(x, y, schedule, mask, counts, changes=None if i else changes)
@@ -1061,19 +1120,19 @@ def run(config, held):
                 if p.grad is not None and not p.grad.isfinite().all():
                     raise fail(f'the gradient of {name} in update {done} is not finite, though every output is.', 3)
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip or math.inf)
-        recent.append(~norm.isfinite())
+        recent.append(~norm.isfinite() | empty)
         update(optimizers, recent[-1])
         bar.update()
 
         if os.getppid() != parent and world > 1:  # torchrun was killed, and nobody would end this process any more
-            stop.append(signal.SIGTERM)
-        if world > 1 and (logged or done % 20 == 0):  # all stop at one update, though the signal may have reached only some
-            number = torch.tensor(max(stop, default=0), device=device)
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-            interrupted = number.item()
-        else:
-            interrupted = max(stop, default=0) if world == 1 else 0
-        due = evaluated or (config.keep_every and done % config.keep_every == 0)
+            signals.stop = signal.SIGTERM
+        if world == 1:
+            interrupted, asked = signals.stop, signals.save
+        elif logged or done % 20 == 0:  # all stop at one step, though the signal may have reached only some
+            flags = torch.tensor([signals.stop, signals.save])
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+            interrupted, asked = flags.tolist()
+        due = evaluated or asked or (config.keep_every and done % config.keep_every == 0)
         due = due or (first and config.save_minutes and time.monotonic() - written_at >= 60 * config.save_minutes)
         if logged or interrupted or due:
             before = skipped
@@ -1082,17 +1141,22 @@ def run(config, held):
                 longest = max(longest, bad_row)
             recent.clear()
             if skipped > before:
-                warn(f'up to update {done}, {skipped - before} were skipped: their loss or gradient is not finite.')
+                warn(
+                    f'up to update {done}, {skipped - before} were skipped: they score nothing, or their loss or gradient '
+                    f'is not finite.'
+                )
             if longest >= config.max_bad_steps and (logged or interrupted):  # which all processes look at together
                 bar.close()
                 kept = f'{path} holds an earlier update' if os.path.exists(path) else 'there is no checkpoint yet'
-                what = f'the loss or gradient of {longest} updates in a row, up to update {done}, is not finite; {kept}.'
-                raise fail(f'{what} Lower learning_rate={config.learning_rate}, or see --debug_nan=True.', 3)
+                what = (
+                    f'{longest} updates in a row, up to update {done}, score nothing, or their loss or gradient is not finite'
+                )
+                raise fail(f'{what}; {kept}. Lower learning_rate={config.learning_rate}, or see --debug_nan=True.', 3)
         if logged:
             values = torch.cat((loss[None], means))
             if world > 1:
                 dist.all_reduce(values)
-            loss, *means = values.tolist()
+            loss, *means = (v if n else math.nan for v, n in zip(values.tolist(), [not empty, *counts], strict=True))
             tokens = (done - counted) * config.batch_size * T / (time.perf_counter() - since)
             since, counted = time.perf_counter(), done
             moved = [round(c.item(), 6) for c in changes or ()]
@@ -1106,19 +1170,24 @@ def run(config, held):
                     f'the passes do not settle: in 5 lines of the log in a row, up to update {done}, the last changed the span '
                     f'more than the first ({", ".join(f"{c:g}" for c in moved)}); lower recurrence_lr_scale or learning_rate.'
                 )
-            log({k: v for k, v in line.items() if np.isfinite(v).all()})  # JSON has no word for the others
+            log(line)
             bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
             if first and bar.disable and time.monotonic() - said_at >= 60:  # a file has no bar; a line a minute shows life
                 said_at = time.monotonic()
                 print(f'update {done:>6}  loss {loss:.4f}, {tokens:,.0f} tokens a second', flush=True)
-        if first and (final or interrupted or (due and not bad_row)) and not save(done) and (final or interrupted):
-            raise fail(f'{path} could not be written with update {done}, the last; make space and --init_from=auto.')
+        if first and (final or interrupted or (due and not bad_row)):
+            if not save(done) and (final or interrupted):
+                raise fail(f'{path} could not be written with update {done}, the last; make space and --init_from=auto.')
+            if asked and written == done:
+                bar.write(f'{path} holds step {done}, as SIGUSR1 asked', file=sys.stderr)
+        if asked and not bad_row:
+            signals.save = asked = False
         if interrupted:
             break
         if evaluated:
             found = {'training schedule': evaluate(raw, data, config, schedule, config.eval_batches, **shared)}
             if config.eval_exact_batches and config.recurrence != 'none':
-                found['exact'] = evaluate(raw, data, config, SEQUENTIAL, config.eval_exact_batches, **shared)
+                found['exact'] = evaluate(raw, data, one_micro_batch, SEQUENTIAL, config.eval_exact_batches, **shared)
             if (reached := found['training schedule'].get('loss', math.inf)) < best:
                 best = reached
                 if first and config.keep_best and written == done:
@@ -1126,7 +1195,8 @@ def run(config, held):
                         keep(path, os.path.join(config.out_dir, 'best.pt'))
             log({'step': done, 'val': found['training schedule'], 'val_exact': found.get('exact')})
             if first:
-                line = ' | '.join(f'{name}: ' + ', '.join(f'{k} {v:.4f}' for k, v in f.items()) for name, f in found.items())
+                shown = {name: ', '.join(f'{k} {v:.4f}' for k, v in f.items()) for name, f in found.items()}
+                line = ' | '.join(f'{name}: {means or "nothing is scored"}' for name, means in shown.items())
                 bar.write(f'update {done:>6}  validation, {line}')
             since, counted = time.perf_counter(), done
     bar.close()
@@ -1141,4 +1211,5 @@ def run(config, held):
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    with reporting_to_torchrun():
+        main(sys.argv[1:])

@@ -380,8 +380,6 @@ LRT = 'recurrence=lrt source_layer=1'
         ),
         *((f'{name}={v}', [f'{name}={v}']) for name in ('beta1', 'beta2') for v in ('1.0', '-0.1')),
         *((f'warmdown_fraction={v}', [f'warmdown_fraction={v}']) for v in (-0.1, 1.5)),
-        ('max_steps=10 warmup_steps=11', ['warmup_steps=11', '10']),
-        ('max_steps=10 decay_steps=5 warmup_steps=6', ['warmup_steps=6', '5']),
         ('freeze_base=True', ['freeze_base=True', 'recurrence=none']),
         (f'freeze_base=True {T2MLR} schedule=parallel', ['freeze_base=True', 'parallel']),
         (f'freeze_base=True {T2MLR} schedule=jacobi d_forward=0 d_backward=1', ['freeze_base=True', 'd_forward=0']),

@@ -72,7 +72,7 @@ def check_arrays(out):
 def short_run(out, tmp_path, **changes):
     """Trains on the dataset for three updates; its log must hold finite losses."""
     meta = json.loads((out / 'meta.json').read_text())
-    longest = max(meta['longest'][name] for name in ('train', 'val'))
+    longest = max(meta['longest'].values())
     settings = {'n_layer': 2, 'n_head': 2, 'n_embd': 16, 'l_start': 0, 'l_end': 1, 'recurrence': 't2mlr', 'schedule': 'jacobi'}
     settings |= {'d_forward': 2, 'd_backward': 1}
     settings |= {'block_size': longest, 'batch_size': 2, 'max_steps': 3, 'warmup_steps': 1, 'eval_interval': 3}

@@ -668,7 +668,8 @@ def test_torchrun_says_a_mistake_once(folders, tmp_path):
     config = settings(folders, tmp_path / 'out')
     config.batch_size = 5
     done = launch(2, config)
-    assert done.returncode != 0 and done.stderr.count('batch_size=5 does not divide over 2 processes') == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith('error: ')]  # the box of torchrun repeats it
+    assert done.returncode != 0 and len(said) == 1 and 'batch_size=5 does not divide over 2 processes' in said[0]
     assert not (tmp_path / 'out').exists()
 
 
@@ -902,11 +903,8 @@ def rates(**changed):
 @pytest.mark.parametrize('warmdown', [0.0, 0.4, 1.0])
 @pytest.mark.fault('warm-up and decay of any length, 0 and all included', 'a finite, continuous rate')
 def test_the_learning_rate_is_finite_and_continuous(kind, decay_steps, warmup, warmdown):
-    if warmup > (decay_steps or 100):
-        with pytest.raises(ConfigError, match=f'warmup_steps={warmup}'):
-            rates(lr_schedule=kind, decay_steps=decay_steps, warmup_steps=warmup)
-        return
     config, r = rates(lr_schedule=kind, decay_steps=decay_steps, warmup_steps=warmup, warmdown_fraction=warmdown)
+    warmup = warmup if warmup <= (decay_steps or 100) else (decay_steps or 100) // 10
     assert all(math.isfinite(v) and 0.05 - 1e-12 <= v <= 0.5 for v in r[warmup:]) and max(r) <= 0.5
     if warmup:
         assert r[0] == pytest.approx(0.5 / warmup) and r[warmup - 1] == pytest.approx(0.5)
@@ -1166,6 +1164,8 @@ def test_damaged_data_is_one_sentence(folders, tmp_path):
 
 
 class FakeRun:
+    id, starting_step = 'an-id', 0
+
     def __init__(self, fails_at):
         self.lines, self.finished, self.fails_at = [], False, fails_at
 
