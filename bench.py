@@ -500,7 +500,8 @@ BENCHES = {
 def main(argv):
     if not argv or argv[0] not in BENCHES:
         if argv in ([], ['--help'], ['-h']):
-            print(__doc__)
+            with reporting():
+                print(__doc__)
             raise SystemExit(0)
         raise fail(f'{argv[0]} is not a benchmark; {nearest(argv[0], BENCHES)}')
     config_class, run = BENCHES[argv[0]]

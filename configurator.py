@@ -158,7 +158,8 @@ def parse(config_class, argv, usage):
     Raises SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake.
     """
     if '--help' in argv or '-h' in argv:
-        print_help(config_class, usage)
+        with reporting():
+            print_help(config_class, usage)
         raise SystemExit(0)
     try:
         declared = {f.name: f for f in fields(config_class)}
@@ -193,7 +194,8 @@ def reporting():
     """Around the work of a command: whatever a person can cause ends in one sentence and a documented exit code."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except ConfigError as e:
         raise fail(e) from None
     except KeyboardInterrupt:

@@ -46,6 +46,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import ConfigError, explaining, fail, key, nearest, parse, reporting, within
+from support.texts import as_text
 
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
 DOCUMENT_NAMES = ('<|begin_of_text|>', '<|endoftext|>', '<s>', '<bos>', '</s>')  # of a tokenizer.json, in order of preference
@@ -1234,7 +1235,7 @@ def read_rows(path):
     with explaining(f'{path} cannot be read', remedy):
         if path.endswith('.parquet'):
             return extra('pyarrow.parquet').read_table(path).to_pylist()
-        text = Path(path).read_bytes().decode('utf-8')
+        text = as_text(Path(path).read_bytes())
         rows = json.loads(text or '[]') if path.endswith('.json') else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')
@@ -1352,9 +1353,10 @@ DATASETS = {  # name: its settings, what makes it, and its line in the list
 
 def main(argv):
     if not argv or argv[0] in ('--help', '-h', '--list'):
-        print('usage: python prepare_data.py DATASET [--key=value ...]\n\nDatasets (DATASET --help lists the keys of one):')
-        for name, (_, _, line) in DATASETS.items():
-            print(f'  {name:<{max(map(len, DATASETS))}} {line}')
+        with reporting():
+            print('usage: python prepare_data.py DATASET [--key=value ...]\n\nDatasets (DATASET --help lists the keys of one):')
+            for name, (_, _, line) in DATASETS.items():
+                print(f'  {name:<{max(map(len, DATASETS))}} {line}')
         return
     name = argv[0]
     if name not in DATASETS:

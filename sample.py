@@ -3,7 +3,8 @@
 Every token costs one forward of one position: the state holds the keys and values of all layers and one memory vector a
 sequence. A prompt is read token by token (--prefill=exact) or in parallel, by fixed-point passes (--prefill=jacobi). A model of
 texts continues the prompt, or answers the question in it; one with a chat template answers it as a message; one of an aligned
-task answers at every token of the prompt that asks. --ckpt=hf:FOLDER decodes from a pretrained folder, --export=FOLDER makes one.
+task answers at every token of the prompt that asks. --ckpt=hf:FOLDER decodes from a pretrained folder, --export=FOLDER makes
+one.
 
 Prompts are UTF-8 in any locale, from an argument, a file or the standard input: a line ends with `\\n` or `\\r\\n`, read as
 `\\n`, and a byte-order mark at the start is no part of them (support/texts.py).
@@ -228,10 +229,10 @@ def prefill(model, state, tokens, config, recurs=True):
     """Reads `tokens` (B, n) behind `state`: the logits after the last one, (B, vocab_size), and the passes it took.
     recurs: whether they read the memory, which they write in any case; a mask (B, n) where only some do.
 
-    `jacobi` iterates over a chunk of tokens at once, until the largest relative change of the span's output is below jacobi_tol,
-    or no more than rounding makes, or, by the exact-prefix law, nothing can change any more; a tolerance of 0 is exact. A sweep
-    goes through the chunk in three subsets, each of which reads what the one before has just written: about half the operations
-    of passes over all positions at once. Prelude and coda run once. At most SHORT tokens are read one by one.
+    `jacobi` iterates over a chunk of tokens at once, until the largest relative change of the span's output is below
+    jacobi_tol, or no more than rounding makes, or, by the exact-prefix law, nothing can change any more; a tolerance of 0 is
+    exact. A sweep goes through the chunk in three subsets, each of which reads what the one before has just written: about half
+    the operations of passes over all positions at once. Prelude and coda run once. At most SHORT tokens are read one by one.
     """
     recurrent, exact = model.config.recurrence != 'none', config.prefill == 'exact'
     if recurs is True and (tokens.size(1) == 1 or (recurrent and (exact or tokens.size(1) <= SHORT))):
