@@ -1,5 +1,5 @@
-"""Laws of decoding that were once broken: ids without a token are never drawn or counted, bfloat16 ends, one transfer a token, a
-prompt is the same text however it arrives, and advice is true."""
+"""Laws of decoding that were once broken: ids without a token are never drawn or counted, bfloat16 ends, a token costs one
+transfer, a prompt is the same text however it arrives, and advice is true."""
 
 import contextlib
 import io
