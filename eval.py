@@ -51,7 +51,7 @@ class EvalConfig:
         'exact decoding: token by token, or iterated; auto iterates texts above 256 tokens and prompts',
         ('auto', 'sequential', 'jacobi'),
     )
-    chat: bool = key(True, 'lm_eval of hf:FOLDER: the chat template says which tokens open a text and end an answer')
+    chat: bool = key(True, 'lm_eval of hf:FOLDER: False goes on without a chat template that cannot be used')
     dtype: str = key(
         'auto',
         'of answers and lm_eval; auto is bfloat16 on CUDA; what is compared with exact decoding has float32 at least',

@@ -127,7 +127,7 @@ def load_model(path, device='cpu', dtype='auto'):
 
 def load_folder(name, device='cpu', dtype='auto', chat=True):
     """As load_model, from a folder of pretrained weights, of the hub's format or one exported here; raises ConfigError.
-    chat: whether its chat template is read."""
+    chat: whether a chat template that cannot be used is an error; else the folder is one without a template."""
     folder = pretrained_folder(name)
     model = build(GPTConfig(**pretrained_config(folder, 2048)))  # the whole context of some would take gigabytes of state
     load_pretrained(model, folder)
@@ -136,7 +136,8 @@ def load_folder(name, device='cpu', dtype='auto', chat=True):
         meta = json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError:
         meta = {'kind': 'text'} | tokenizer_meta(folder)
-        meta |= chat_meta(folder, meta['tokenizer_json']) if chat else {}
+        with contextlib.nullcontext() if chat else contextlib.suppress(ConfigError):
+            meta |= chat_meta(folder, meta['tokenizer_json'])
     except ValueError as e:
         raise ConfigError(f'{path} cannot be read ({e}); export the model again.') from None
     return finish(model, meta, device, dtype), {'meta': meta, 'step': 0}

@@ -133,7 +133,7 @@ def test_where_all_ids_are_known_nothing_changes(tmp_path):
 
 
 def test_a_folder_with_more_rows_than_its_tokenizer_has_tokens(tmp_path, capsys):
-    """The rows of 263 to 299 stand for nothing; --chat=False reads no chat template, so one that fails is no hindrance."""
+    """The rows of 263 to 299 stand for nothing; with --chat=False a chat template that fails is no hindrance."""
     pretrained = pytest.importorskip('test_pretrained')
     pretrained.make(tmp_path / 'base')
     pretrained.add_tokenizer(tmp_path / 'base', template='{{ raise_exception("no date") }}')
