@@ -36,7 +36,7 @@ from tqdm import tqdm
 from configurator import ConfigError, key, parse, reporting
 from model import LOGITS_AT_ONCE, SEQUENTIAL, Schedule, count_flops, count_parameters
 from prepare_data import encode
-from sample import SampleConfig, complete, find_checkpoint, load, prompt_recurs
+from sample import SampleConfig, complete, computing, find_checkpoint, load, prompt_recurs
 from train import Dataset, TrainConfig, same_tokens, use_device, warn
 
 
@@ -53,6 +53,12 @@ class EvalConfig:
         'auto',
         'exact decoding: token by token, or iterated; auto iterates texts above 256 tokens and prompts',
         ('auto', 'sequential', 'jacobi'),
+    )
+    chat: bool = key(True, 'lm_eval of hf:FOLDER: False goes on without a chat template that cannot be used')
+    dtype: str = key(
+        'auto',
+        'of answers and lm_eval; auto is bfloat16 on CUDA; what is compared with exact decoding has float32 at least',
+        ('auto', 'float32', 'bfloat16', 'float64'),
     )
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
@@ -709,7 +715,8 @@ def prepare(path, config):
     Raises ConfigError for what cannot be measured or, as results or figure, summarised."""
     if path.startswith('hf:') and not config.lm_eval:
         raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; data is for checkpoints of train.py.')
-    model, checkpoint = load(path, use_device(config), chat=False)  # it reads no messages
+    torch.set_float32_matmul_precision('high')
+    model, checkpoint = load(path, use_device(config), config.dtype, config.chat)
     if config.lm_eval:
         if checkpoint['meta']['kind'] == 'task' and checkpoint['meta'].get('aligned', True):
             raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')
@@ -743,10 +750,12 @@ def evaluate(path, config):
     if config.diagnose:
         return {'checkpoint': path, **diagnose(model, data, split, config)}
     identity = {'checkpoint': path if pretrained else os.stat(path).st_mtime_ns, 'batch_size': config.batch_size}
+    identity |= {'dtype': config.dtype, 'device': model.embed.weight.device.type}
     if config.lm_eval:
         kept = Kept(os.path.join('.' if pretrained else folder, 'eval-lm_eval.json.part'), identity)
         lm = harness(model, checkpoint['meta'], config.batch_size, kept, not pretrained)
-        return kept.finish({'checkpoint': path, 'lm_eval': run_harness(lm, config)})
+        with computing(model, config.dtype):
+            return kept.finish({'checkpoint': path, 'lm_eval': run_harness(lm, config)})
     about = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
     about |= provenance(path, model, checkpoint, data)
     answers = data.meta.get('aligned', True) is False
@@ -757,7 +766,8 @@ def evaluate(path, config):
     identity['data'] = data.meta['splits'][split]
     kept = Kept(os.path.join(folder, f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json.part'), identity)
     if answers:
-        decoded = score_answers(model, data, split, config, kept)
+        with computing(model, config.dtype):
+            decoded = score_answers(model, data, split, config, kept)
         if config.show:
             show_answers(read_examples(data, split), kept, config.show)
         return kept.finish(about | {'decoded': decoded})

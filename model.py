@@ -165,7 +165,9 @@ class Schedule:
     n_subsets: int = key(2, 'interleaved: S, pass i recomputes the positions p with p mod S = i', bounds=(1, 10**7))
     n_sweeps: int = key(1, 'interleaved: times that the S subsets are gone through', bounds=(1, 10**7))
     jacobi_tol: float = key(
-        0.0, 'passes or sweeps without gradient end when the span moves by less than this share; 0 never', bounds=(0, math.inf)
+        0.0,
+        'passes or sweeps without gradient end when the span moves by less than this share, or by what rounding moves; 0 never',
+        bounds=(0, math.inf),
     )
     chunk_size: int = key(64, 'chunked: positions in a chunk', bounds=(1, 10**7))
     pass_weights: tuple = key((), 'LRT: weight of the loss of each scored pass, the initial one first; empty means equal')
@@ -297,6 +299,13 @@ def working_dtype(x):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def rounding(x):
+    """The relative change that rounding alone makes in what is computed from x, again and again: smaller ones never end."""
+    if x.is_cuda and working_dtype(x) == torch.float32 and torch.get_float32_matmul_precision() != 'highest':
+        return 2**-10  # of TF32
+    return max(torch.finfo(working_dtype(x)).eps, 4 * torch.finfo(x.dtype).eps)
+
+
 def attention_mask(slots, first, n_keys, dtype, flex):
     """What positions at `slots` (n,) see of n_keys slots: those up to their own, from `first` (B, n) on unless that is None.
 
@@ -359,6 +368,11 @@ def rms_norm(config, width):
     if config.family == 'llama':
         return nn.RMSNorm(width, eps=config.norm_eps)
     return nn.RMSNorm(width, elementwise_affine=False)
+
+
+def mask_unknown(logits, unknown_ids):
+    """logits (.., vocab_size) with -inf at `unknown_ids` (k,), which stand for no token; None: all ids are tokens."""
+    return logits if unknown_ids is None else logits.index_fill(-1, unknown_ids, -math.inf)
 
 
 def rotate(x, cos, sin):
@@ -613,6 +627,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.family == 'llama':
             self.head.weight = self.embed.weight
+        self.register_buffer('unknown_ids', None, persistent=False)  # set by who decodes or evaluates; see mask_unknown
         self.softcap = 15.0 if config.family == 'nanochat' else None
         self.eps = config.norm_eps if config.family == 'llama' else None
         self.stack, self.source = config.stack, config.source
@@ -809,7 +824,8 @@ class GPT(nn.Module):
         """y (.., D), the top of the stack -> (.., vocab_size), in float32 or better."""
         logits = self.head(self.norm(y))
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        logits = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return mask_unknown(logits, self.unknown_ids)
 
     def scored_passes(self, schedule, T):
         """The positions of each pass whose output is scored: all with gradient (LRT), or the merged result (T2MLR, plain)."""
@@ -872,7 +888,8 @@ class GPT(nn.Module):
         passes = schedule.passes(T, reads_from)
         local = self.fusion.local(h) if self.fusion is not None and len(passes) > schedule.initial else None
         sweep = min(schedule.n_subsets, T) if schedule.schedule == 'interleaved' else 1
-        measured = schedule.initial and (changes is not None or schedule.jacobi_tol)
+        tolerance = schedule.jacobi_tol and max(schedule.jacobi_tol, rounding(h))
+        measured = schedule.initial and (changes is not None or tolerance)
         outputs, moved, unsettled = [], [], []
         n_keys, flex = (T, self.flex) if state is None else (kv[0][0].size(2), False)
         make_mask = functools.partial(self.mask, n_keys=n_keys, flex=flex)
@@ -902,8 +919,8 @@ class GPT(nn.Module):
                 if graded and scored:
                     whole = len(todo) == len(positions)
                     outputs.append(y if whole else newest[:, sliced(positions)].clone())
-            if schedule.jacobi_tol and number:
-                still = (~(moved[-1] < schedule.jacobi_tol)).nonzero() if todo else ()
+            if tolerance and number:
+                still = (~(moved[-1] < tolerance)).nonzero() if todo else ()
                 unsettled.append(todo[int(still[0])] if len(still) else T)
         if changes is not None:
             changes += [change.max() for change in moved]
@@ -924,11 +941,12 @@ class LSTM(nn.Module):
         self.lstm = nn.LSTM(config.n_embd, config.n_embd, config.n_layer, batch_first=True)
         self.norm = nn.Identity()
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.register_buffer('unknown_ids', None, persistent=False)  # set by who decodes or evaluates; see mask_unknown
 
     def logits(self, y):
         """y (.., D) -> (.., vocab_size), in float32 or better."""
         logits = self.head(y)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return mask_unknown(logits if logits.dtype == torch.float64 else logits.float(), self.unknown_ids)
 
     def compile(self):
         """Nothing to compile: the layers are one fused call already."""

@@ -49,6 +49,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import ConfigError, explaining, fail, key, nearest, parse, reporting, within
+from support.texts import as_text
 
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document
 DOCUMENT_NAMES = ('<|begin_of_text|>', '<|endoftext|>', '<s>', '<bos>', '</s>')  # of a tokenizer.json, in order of preference
@@ -1512,7 +1513,7 @@ def read_rows(path):
         if kind == '.parquet':
             return extra('pyarrow.parquet').read_table(path).to_pylist()
         with open(path, 'rb') as packed:
-            text = unpacked(path, packed).read().decode('utf-8-sig')
+            text = as_text(unpacked(path, packed).read())
         rows = json.loads(text or '[]') if kind == '.json' else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')

@@ -3,10 +3,15 @@
 Every token costs one forward of one position: the state holds the keys and values of all layers and one memory vector a
 sequence. A prompt is read token by token (--prefill=exact) or in parallel, by fixed-point passes (--prefill=jacobi). A model of
 texts continues the prompt, or answers the question in it; one with a chat template answers it as a message; one of an aligned
-task answers at every token of the prompt. --ckpt=hf:FOLDER decodes from a pretrained folder, --export=FOLDER makes one.
+task answers at every token of the prompt that asks. --ckpt=hf:FOLDER decodes from a pretrained folder, --export=FOLDER makes
+one.
+
+Prompts are UTF-8 in any locale, from an argument, a file or the standard input: a line ends with `\\n` or `\\r\\n`, read as
+`\\n`, and a byte-order mark at the start is no part of them (support/texts.py).
 """
 
 import codecs
+import contextlib
 import glob
 import json
 import math
@@ -35,7 +40,12 @@ from model import (
     pretrained_folder,
 )
 from prepare_data import chat_meta, chat_tokens, decode, encode, tokenizer_meta, work_folder
+from support.processes import check_compiler
+from support.texts import argument_text, as_text, binary, printable, split_lines
+from support.tokens import ids_without_token
 from train import load_weights, read_checkpoint, use_device
+
+SHORT = 16  # tokens; reading so few one by one takes no more passes than sweeps do to converge
 
 
 @dataclass
@@ -49,13 +59,15 @@ class SampleConfig:
     max_tokens: int = key(256, 'tokens to add at most; the context or the document may end earlier', bounds=(1, math.inf))
     temperature: float = key(0.8, 'below 1 favours likely tokens; 0 always takes the likeliest', bounds=(0, math.inf))
     top_k: int = key(0, 'sample among the k likeliest tokens; 0 is all', bounds=(0, math.inf))
-    top_p: float = key(1.0, 'sample among the likeliest tokens that together reach this probability', bounds=(1e-9, 1))
+    top_p: float = key(1.0, 'above 0, at most 1: sample among the likeliest tokens that together reach this probability')
     min_p: float = key(0.0, 'sample among the tokens with at least this share of the likeliest one', bounds=(0, 1))
     stop: str = key('', 'end a continuation before this text; several are separated by |')
     seed: int = key(1337, 'sample i is drawn with seed + i, whatever is decoded beside it', bounds=(0, 2**62 - 1))
-    prefill: str = key('jacobi', 'prompts token by token, or by parallel passes', ('jacobi', 'exact'))
+    prefill: str = key('jacobi', 'prompts by parallel passes unless they are short, or token by token', ('jacobi', 'exact'))
     prefill_chunk: int = key(256, 'jacobi: tokens solved together; longer prompts go chunk by chunk', bounds=(1, math.inf))
-    jacobi_tol: float = key(1e-4, 'jacobi: passes end when the span moves by a smaller share; 0 is exact', bounds=(0, math.inf))
+    jacobi_tol: float = key(
+        1e-4, 'jacobi: passes end when the span moves by a smaller share, or as rounding does; 0 is exact', bounds=(0, math.inf)
+    )
     overflow: str = key('stop', 'at the end of the context stop, or go on from its second half', ('stop', 'slide'))
     interactive: bool = key(False, 'read a line, continue it, read the next; the state stays between turns')
     compile: bool = key(False, 'compile the forward of a token (on CUDA with CUDA graphs); pays off over many tokens')
@@ -63,10 +75,14 @@ class SampleConfig:
     export: str = key('', 'decode nothing; write the model to this folder: for transformers if it has such a model, else ours')
     drop_recurrence: bool = key(False, 'export: leave out what the recurrence added')
     overwrite: bool = key(False, 'export: replace an earlier export')
+    dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', ('auto', 'float32', 'bfloat16', 'float64'))
     device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
     threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
 
     def check(self):
+        if not 0 < self.top_p <= 1:
+            why = 'it must be above 0 and at most 1, which is all tokens'
+            raise ConfigError(f'top_p={self.top_p} is not possible: {why}; --temperature=0 takes the likeliest alone.')
         if self.prompt and self.prompt_file:
             raise ConfigError(f'both prompt and prompt_file={self.prompt_file} are given; keep one.')
         if self.prompt_lines and not self.prompt_file:
@@ -98,19 +114,22 @@ def find_checkpoint(path, root='out'):
     return found[0]
 
 
-def load_model(path, device='cpu'):
-    """(model in evaluation mode, checkpoint without its weights) from a checkpoint file; raises ConfigError."""
+def load_model(path, device='cpu', dtype='auto'):
+    """(model in evaluation mode, checkpoint without its weights) from a checkpoint file; raises ConfigError.
+
+    The weights are float64 if that is the dtype, or was in the training and dtype is auto; else float32, bfloat16 included.
+    Ids that stand for no token under the checkpoint's tokenizer have no probability.
+    """
     checkpoint = read_checkpoint(path)
     model = build(GPTConfig(**{f.name: checkpoint['config'][f.name] for f in fields(GPTConfig)}))
     load_weights(model, checkpoint)
     del checkpoint['model'], checkpoint['optimizers']
-    dtype = torch.float64 if checkpoint['config']['dtype'] == 'float64' else torch.float32
-    return model.to(device, dtype).eval(), checkpoint
+    return finish(model, checkpoint['meta'], device, checkpoint['config']['dtype'] if dtype == 'auto' else dtype), checkpoint
 
 
-def load_folder(name, device='cpu', chat=True):
-    """As load_model, from a folder of pretrained weights, of the hub's format or one exported here; raises ConfigError. With
-    chat off, a chat template that cannot be used is left out."""
+def load_folder(name, device='cpu', dtype='auto', chat=True):
+    """As load_model, from a folder of pretrained weights, of the hub's format or one exported here; raises ConfigError.
+    chat: whether a chat template that cannot be used is an error; else the folder is one without a template."""
     folder = pretrained_folder(name)
     model = build(GPTConfig(**pretrained_config(folder, 2048)))  # the whole context of some would take gigabytes of state
     load_pretrained(model, folder)
@@ -119,19 +138,34 @@ def load_folder(name, device='cpu', chat=True):
         meta = json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError:
         meta = {'kind': 'text'} | tokenizer_meta(folder)
-        try:
+        with contextlib.nullcontext() if chat else contextlib.suppress(ConfigError):
             meta |= chat_meta(folder, meta['tokenizer_json'])
-        except ConfigError:
-            if chat:
-                raise
     except ValueError as e:
         raise ConfigError(f'{path} cannot be read ({e}); export the model again.') from None
-    return model.to(device).eval(), {'meta': meta, 'step': 0}
+    return finish(model, meta, device, dtype), {'meta': meta, 'step': 0}
 
 
-def load(path, device='cpu', chat=True):
+def finish(model, meta, device, dtype):
+    """`model` with its weights as load_model has them, ready to evaluate."""
+    model.to(device, torch.float64 if dtype == 'float64' else torch.float32)
+    if unknown := ids_without_token(meta, model.config.vocab_size):
+        model.unknown_ids = torch.tensor(unknown, device=device)
+    return model.eval()
+
+
+def load(path, device='cpu', dtype='auto', chat=True):
     """As load_model or, for hf:FOLDER, as load_folder."""
-    return load_folder(path.removeprefix('hf:'), device, chat) if path.startswith('hf:') else load_model(path, device)
+    if path.startswith('hf:'):
+        return load_folder(path.removeprefix('hf:'), device, dtype, chat)
+    return load_model(path, device, dtype)
+
+
+def computing(model, dtype='auto'):
+    """A context in which `model` computes in `dtype` as in the training: bfloat16 is autocast, and auto means it on CUDA."""
+    weight = model.embed.weight
+    if dtype == 'bfloat16' or (dtype == 'auto' and weight.is_cuda and weight.dtype == torch.float32):
+        return torch.autocast(weight.device.type, torch.bfloat16)
+    return contextlib.nullcontext()
 
 
 def export(model, meta, config):
@@ -188,34 +222,36 @@ def choose(logits, config, generators):
     p[:, config.top_k or p.size(-1) :] = 0
     p[:, 1:][p.cumsum(-1)[:, :-1] >= config.top_p * p.sum(-1, keepdim=True)] = 0  # the token that crosses top_p stays
     p[p < config.min_p * p[:, :1]] = 0
-    drawn = torch.stack([torch.multinomial(row, 1, generator=g) for row, g in zip(p.cpu(), generators, strict=True)])
-    return order.gather(-1, drawn.to(order.device))
+    reached, last = p.cumsum(-1), ((p > 0).sum(-1, keepdim=True) - 1).clamp(0)
+    shares = torch.stack([torch.rand(1, dtype=p.dtype, generator=g) for g in generators]).to(p.device)  # nothing comes back
+    drawn = torch.searchsorted(reached, shares * reached[:, -1:], right=True)
+    return order.gather(-1, drawn.minimum(last))
 
 
 def prefill(model, state, tokens, config, recurs=True):
     """Reads `tokens` (B, n) behind `state`: the logits after the last one, (B, vocab_size), and the passes it took.
     recurs: whether they read the memory, which they write in any case; a mask (B, n) where only some do.
 
-    `jacobi` iterates over a chunk of tokens at once, until the largest relative change of the span's output is below jacobi_tol
-    or, by the exact-prefix law, nothing can change any more; a tolerance of 0 is exact. A sweep goes through the chunk in
-    three subsets, each of which reads what the one before has just written: about half the operations of passes over all
-    positions at once. Prelude and coda run once.
+    `jacobi` iterates over a chunk of tokens at once, until the largest relative change of the span's output is below
+    jacobi_tol, or no more than rounding makes, or, by the exact-prefix law, nothing can change any more; a tolerance of 0 is
+    exact. A sweep goes through the chunk in three subsets, each of which reads what the one before has just written: about half
+    the operations of passes over all positions at once. Prelude and coda run once. At most SHORT tokens are read one by one.
     """
-    exact = config.prefill == 'exact' and model.config.recurrence != 'none'
-    if recurs is True and (exact or tokens.size(1) == 1):
+    recurrent, exact = model.config.recurrence != 'none', config.prefill == 'exact'
+    if recurs is True and (tokens.size(1) == 1 or (recurrent and (exact or tokens.size(1) <= SHORT))):
         for token in tokens.t().clone(memory_format=torch.contiguous_format).unsqueeze(-1):  # one layout, hence one graph
             logits = model.token(token, state)
         return logits[:, -1], tokens.size(1)
-    if model.config.recurrence == 'none' or recurs is False:
+    if not recurrent or recurs is False:
         return model(tokens, state=state, logits_from=-1)[:, -1], 1
-    passes, size = 0, 1 if exact else config.prefill_chunk
-    for start in range(0, tokens.size(1), size):
-        chunk, mask = (None if t is True else t[:, start : start + size] for t in (tokens, recurs))
-        changes, n_sweeps = [], math.ceil(chunk.size(1) / 3)
-        sweeps = Schedule('interleaved', n_subsets=3, n_sweeps=n_sweeps, jacobi_tol=config.jacobi_tol)
-        schedule = sweeps if chunk.size(1) > 1 else SEQUENTIAL
+    passes = 0
+    for start in range(0, tokens.size(1), config.prefill_chunk):
+        chunk, mask = (None if t is True else t[:, start : start + config.prefill_chunk] for t in (tokens, recurs))
+        changes, n, schedule = [], chunk.size(1), SEQUENTIAL
+        if not exact and n > SHORT:
+            schedule = Schedule('interleaved', n_subsets=3, n_sweeps=math.ceil(n / 3), jacobi_tol=config.jacobi_tol)
         logits = model(chunk, schedule=schedule, recur_mask=mask, state=state, changes=changes, logits_from=-1)
-        passes += 1 + len(changes)
+        passes += n if schedule is SEQUENTIAL else 1 + len(changes)
     return logits[:, -1], passes
 
 
@@ -253,8 +289,6 @@ class Decoder:
             tokens = torch.tensor(new, device=device)
         self.logits, passes = prefill(self.model, self.state, tokens, self.config, recurs)
         self.passes += passes
-        if not self.logits.isfinite().all():
-            raise ConfigError('the model gives no numbers (its weights are not finite); take an earlier checkpoint.')
 
     def widen(self, n):
         """Each row n times, so that several samples share one prefill."""
@@ -271,7 +305,8 @@ def generate(decoder, config, push, generators=None):
 
     push(i, token, log-probability) takes a token of row i and says whether the row ends with it. A row whose context is full
     ends too, unless overflow=slide. Row i draws from generators[i]; without them, the samples of a prompt from seed, seed + 1,
-    ... Returns the tokens drawn last, which have not been read.
+    ... Returns the tokens drawn last, which have not been read. A step brings one tensor from the device, for all rows. Raises
+    ConfigError where the model gives no numbers.
     """
     n = len(decoder.rows)
     generators = generators or [torch.Generator().manual_seed(config.seed + i % config.num_samples) for i in range(n)]
@@ -280,11 +315,14 @@ def generate(decoder, config, push, generators=None):
         if drawn is not None:
             decoder.read([[token] for token in drawn])
         token = choose(decoder.logits, config, generators)
-        drawn = token.flatten().tolist()
-        likelihood = decoder.logits.double().log_softmax(-1).gather(-1, token).flatten().tolist()
+        likelihood = decoder.logits.double().log_softmax(-1).gather(-1, token)
+        found = torch.cat((token, likelihood), -1).tolist()
+        if not all(math.isfinite(value) for _, value in found):
+            raise ConfigError('the model gives no numbers (its weights are not finite); take an earlier checkpoint.')
+        drawn = [int(token) for token, _ in found]
         for i in range(n):
             full = config.overflow == 'stop' and len(decoder.rows[i]) == decoder.size
-            decoder.ended[i] = decoder.ended[i] or push(i, drawn[i], likelihood[i]) or full
+            decoder.ended[i] = decoder.ended[i] or push(i, drawn[i], found[i][1]) or full
         if all(decoder.ended):
             break
     return drawn
@@ -348,27 +386,44 @@ def complete(model, meta, prompts, config, stops=(), recurs=True, done=lambda te
     return rows
 
 
+def asking(meta, prompt):
+    """Where a prompt (ids) of an aligned task asks: the positions of actions and slots after |. Raises ConfigError for none."""
+    names, begun, found = meta['names'], False, []
+    for i, token in enumerate(prompt):
+        begun = begun or names[token] == '|'
+        found += [i] if begun and names[token][0] in 'p_' else []
+    if not found:
+        example = f'{names[1]} v0 | {names[1]} _' if 'retrieval' in meta['scores'] else f'| {names[1]} {names[1]}'
+        what = 'asks nothing, as no action follows |' if prompt else 'is empty'
+        raise ConfigError(f'prompt {what}; give tokens of the task, for example --prompt="{example}".')
+    return found
+
+
 def answer(model, meta, prompt):
-    """Prints, for a model of an aligned task, what it predicts at each token of `prompt`."""
-    tokens = torch.tensor([prompt], device=model.embed.weight.device)
-    recurs = None if prompt_recurs(meta) else (tokens == meta['names'].index('|')).cumsum(1) > 0
-    logits = model(tokens, schedule=SEQUENTIAL, recur_mask=recurs)
-    for token, predicted in zip(prompt, logits[0].argmax(-1).tolist(), strict=True):
-        print(f'{meta["names"][token]:>8} -> {meta["names"][predicted]}')
+    """Prints, for a model of an aligned task, what it predicts where `prompt` asks, and how to read that."""
+    tokens, names, places = torch.tensor([prompt], device=model.embed.weight.device), meta['names'], asking(meta, prompt)
+    recurs = None if prompt_recurs(meta) else (tokens == names.index('|')).cumsum(1) > 0
+    best = model(tokens, schedule=SEQUENTIAL, recur_mask=recurs)[0].argmax(-1).tolist()
+    action = next((names[prompt[i]] for i in places if names[prompt[i]] != '_'), names[1])
+    moves = ', '.join(f'{a} to {b}' for a, b in enumerate(action[1:]))
+    values = f', at _ a value of the {meta["settings"]["retrieve_by"]}' if 'retrieval' in meta['scores'] else ''
+    print(f'{action} moves {moves}. At an action the answer is the state, the action after the state before{values}.')
+    for i in places:
+        print(f'{names[prompt[i]]:>8} -> {names[best[i]]}')
 
 
 def read_prompts(config):
     """The prompts as texts; raises ConfigError for a file that cannot be read."""
     if not config.prompt_file:
-        return [config.prompt]
+        return [argument_text(config.prompt)]
     try:
         if config.prompt_file == '-' and sys.stdin is None:
             raise OSError('the standard input is closed')
-        text = sys.stdin.read() if config.prompt_file == '-' else open(config.prompt_file, encoding='utf-8').read()
+        text = as_text(binary(sys.stdin).read() if config.prompt_file == '-' else Path(config.prompt_file).read_bytes())
     except (OSError, UnicodeDecodeError) as e:
         said = getattr(e, 'strerror', None) or e  # the whole of an OSError repeats the name
         raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {said}.') from None
-    prompts = text.splitlines() if config.prompt_lines else [text]
+    prompts = split_lines(text) if config.prompt_lines else [text]
     if not prompts:
         raise ConfigError(f'prompt_file={config.prompt_file} holds no line, and prompt_lines=True takes one prompt from each.')
     return prompts
@@ -385,13 +440,11 @@ def converse(model, meta, config):
     """
     if sys.stdin is None:
         raise ConfigError('interactive=True reads the standard input, which is closed.')
-    if hasattr(sys.stdin, 'reconfigure'):
-        sys.stdin.reconfigure(errors='surrogateescape')  # bytes that are no text stay what they are, as on a command line
     decoder, messages, unread = Decoder(model, config), [], [meta['document_token']]
-    generators = [torch.Generator().manual_seed(config.seed)]
+    generators, typed = [torch.Generator().manual_seed(config.seed)], binary(sys.stdin)
     while True:
         print('> ', end='', file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()):
+        if not (line := as_text(typed.readline(), 'surrogateescape')):
             return
         seen = [token for token, _ in decoder.rows[0]] if decoder.rows else []
         if config.chats(meta):
@@ -404,7 +457,7 @@ def converse(model, meta, config):
             new = unread + encode(meta, line)
         if config.overflow == 'stop' and len(seen) + len(new) > decoder.size:
             raise ConfigError(f'the conversation is longer than the context of {decoder.size} tokens; take --overflow=slide.')
-        text = Text(meta, config.stop.split('|'), echo=True)
+        text = Text(meta, argument_text(config.stop).split('|'), echo=True)
         decoder.ended = [False]  # a row that a turn has ended goes on in the next
         decoder.read([new], prompt_recurs(meta))
         unread = generate(decoder, config, lambda _, *drawn, text=text: text.push(*drawn), generators)
@@ -417,15 +470,25 @@ def converse(model, meta, config):
 @torch.inference_mode()
 def sample(config):
     if hasattr(sys.stdout, 'reconfigure'):
-        sys.stdout.reconfigure(errors='replace')  # whatever the terminal cannot show
+        sys.stdout.reconfigure(encoding='utf-8', errors='replace')  # in any locale
+    if config.compile:
+        check_compiler(use_device(config))
     path = find_checkpoint(config.ckpt)
-    model, checkpoint = load(path, use_device(config), config.chat)
-    meta, size = checkpoint['meta'], model.config.block_size
+    torch.set_float32_matmul_precision('high')
+    model, checkpoint = load(path, use_device(config), config.dtype, config.chat)
+    meta = checkpoint['meta']
     if meta['vocab_size'] > model.config.vocab_size:
         known = model.config.vocab_size
         raise ConfigError(f'{path} was trained on {meta["vocab_size"]} tokens but knows {known}: another tokenizer.')
     if config.export:
         return export(model, meta, config)
+    with computing(model, config.dtype):
+        decode_prompts(model, checkpoint, path, config)
+
+
+def decode_prompts(model, checkpoint, path, config):
+    """Reads the prompts of a command, decodes and prints."""
+    meta, size = checkpoint['meta'], model.config.block_size
     texts, chats = read_prompts(config), config.chats(meta) and not config.interactive  # there each line has its turn
     aligned = meta['kind'] == 'task' and meta.get('aligned', True)
     if chats:
@@ -433,8 +496,9 @@ def sample(config):
         texts = [text + '\n' for text in texts]
     else:
         prompts = [([] if aligned else [meta['document_token']]) + encode(meta, text) for text in texts]
-    if not all(prompts):
-        raise ConfigError(f'prompt is empty; give tokens of the task, for example --prompt="{" ".join(meta["names"][-3:])}".')
+    texts = [printable(text) for text in texts]
+    for prompt in prompts if aligned else ():
+        asking(meta, prompt)
     longest = max(map(len, prompts))
     if longest > size and config.overflow == 'stop':
         raise ConfigError(f'the prompt has {longest} tokens, more than the context of {size}; shorten it or --overflow=slide.')
@@ -454,13 +518,13 @@ def sample(config):
     n = config.num_samples
     decoder.widen(n)
     streamed = len(decoder.rows) == 1 and not config.json
-    rows = [Text(meta, config.stop.split('|'), echo=streamed) for _ in decoder.rows]
-    if streamed:
-        print(texts[0], end='', flush=True)
+    rows = [Text(meta, argument_text(config.stop).split('|'), echo=streamed) for _ in decoder.rows]
     with tqdm(total=config.max_tokens, unit='token', disable=streamed or None, leave=False) as bar:
 
         def push(i, *drawn):
             bar.update(i == 0)
+            if streamed and not rows[i].tokens:
+                print(texts[0], end='', flush=True)
             return rows[i].push(*drawn)
 
         generate(decoder, config, push)

@@ -577,15 +577,17 @@ def test_the_end_of_the_context_is_said_once(untrained, capsys, monkeypatch):
         assert err.count('end of the context, 40 tokens') == times
 
 
-def test_a_task_model_answers_every_token(tmp_path, capsys):
+def test_a_task_model_answers_where_it_is_asked(tmp_path, capsys):
     prepare_data.main(['s5', '--group=3', '--steps=1-2', f'--out={tmp_path}/s3', '--n_train=50', '--n_val=20', '--n_test=20'])
     settings = dict(block_size=32, max_steps=1, warmup_steps=0, data_dir=f'{tmp_path}/s3', out_dir=f'{tmp_path}/run')
     train(TrainConfig(**BASE | T2MLR | settings | {'reset_token': -1}))
     names = read_checkpoint(tmp_path / 'run' / 'ckpt.pt')['meta']['names']
-    prompt = f'{names[-1]} | {names[-1]}'
-    out, _ = said(capsys, f'--ckpt={tmp_path}/run', f'--prompt={prompt}')
-    lines = [line.split(' -> ') for line in out.splitlines()]
-    assert [left.strip() for left, _ in lines] == prompt.split() and all(right in names for _, right in lines)
+    out, _ = said(capsys, f'--ckpt={tmp_path}/run', '--prompt=p021 v3 p120 v5 | p120 _ p021 _ v1 .')
+    legend, *lines = out.splitlines()
+    assert legend.startswith('p120 moves 0 to 1, 1 to 2, 2 to 0.')
+    lines = [line.split(' -> ') for line in lines]
+    assert [left.strip() for left, _ in lines] == 'p120 _ p021 _'.split() and all(right in names for _, right in lines)
+    assert 'asks nothing' in refused(capsys, f'--ckpt={tmp_path}/run', '--prompt=p021 v3 |')
     assert 'prompt is empty' in refused(capsys, f'--ckpt={tmp_path}/run')
     assert "'nonsense'" in refused(capsys, f'--ckpt={tmp_path}/run', '--prompt=nonsense')
 
