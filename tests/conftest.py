@@ -22,6 +22,7 @@ def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
     marker = item.get_closest_marker('fault')
     report.fault = marker and marker.args
+    report.trials = TRIALS[item.nodeid] or 1  # counted where the test ran; the report travels to where the table is printed
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -29,9 +30,9 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     trials, failed = Counter(), defaultdict(int)
     for outcome in ('passed', 'failed', 'error'):
-        for report in terminalreporter.getreports(outcome):
+        for report in sorted(terminalreporter.getreports(outcome), key=lambda report: report.location[:2]):
             if report.fault and (report.when == 'call' or outcome == 'error'):
-                trials[report.fault] += TRIALS[report.nodeid] or 1
+                trials[report.fault] += report.trials
                 failed[report.fault] += outcome != 'passed'
     print('\n\n| fault | what holds | trials | failed |\n| --- | --- | ---: | ---: |')
     for (what, holds), n in trials.items():

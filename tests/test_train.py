@@ -520,11 +520,16 @@ for config, port in zip(configs, ports):
 """
 
 
+PORTS = random.Random(os.getpid())
+
+
 def free_ports(n):
-    taken = [socket.create_server(('127.0.0.1', 0)) for _ in range(n)]
-    ports = [s.getsockname()[1] for s in taken]
-    for s in taken:
-        s.close()
+    """Ports below those that the kernel gives to connections, so that none is taken between now and its use."""
+    ports = []
+    while len(ports) < n:
+        port = PORTS.randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(('127.0.0.1', port)):
+            ports.append(port)
     return ports
 
 
@@ -817,8 +822,9 @@ def test_two_nodes_go_on_when_one_dies(folders, tmp_path, dies):
     killed by whoever watches over it; the run goes on from its checkpoint, and its curve is that of one process."""
     config = settings(folders, tmp_path / 'out', 'task', **ARCHITECTURES['lrt'] | {'schedule': 'interleaved'}, dtype='float64')
     config = replace(config, batch_size=12, max_steps=150, eval_interval=25, eval_batches=1, log_interval=1, init_from='auto')
+    (port,) = free_ports(1)
     argv = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc_per_node=2', '--max-restarts=3']
-    argv += ['--rdzv_backend=c10d', f'--rdzv_endpoint=127.0.0.1:{free_ports(1)[0]}', '--rdzv_id=run']
+    argv += ['--rdzv_backend=c10d', f'--rdzv_endpoint=127.0.0.1:{port}', '--rdzv_id=run']
     env = os.environ | {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}  # or a restart may read addresses of the life before
 
     def agent(number):
