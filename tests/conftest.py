@@ -30,8 +30,9 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     trials, failed = Counter(), defaultdict(int)
     for outcome in ('passed', 'failed', 'error'):
-        for report in sorted(terminalreporter.getreports(outcome), key=lambda report: report.location[:2]):
-            if report.fault and (report.when == 'call' or outcome == 'error'):
+        reports = [r for r in terminalreporter.getreports(outcome) if getattr(r, 'fault', None)]
+        for report in sorted(reports, key=lambda r: r.location[:2]):  # in the order of the files, whichever ended first
+            if report.when == 'call' or outcome == 'error':
                 trials[report.fault] += report.trials
                 failed[report.fault] += outcome != 'passed'
     print('\n\n| fault | what holds | trials | failed |\n| --- | --- | ---: | ---: |')

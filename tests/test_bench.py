@@ -60,8 +60,8 @@ def test_the_share_of_a_gpus_operations(monkeypatch):
 
 def test_the_start_of_compiled_steps(capsys):
     """Each variant compiles in a process of its own: none is quicker for what another has left behind."""
-    small = ['--n_layer=2', '--n_embd=16', '--n_head=2', '--block_size=12', '--batch_size=2', '--l_start=1', '--l_end=1']
-    argv = ['train', *small, '--source_layer=1', '--rounds=1', '--device=cpu', '--compile', '--only=t2mlr_2_2']
+    small = ['--n_layer=1', '--n_embd=16', '--n_head=2', '--block_size=12', '--batch_size=2', '--l_start=0', '--l_end=0']
+    argv = ['train', *small, '--source_layer=0', '--rounds=1', '--device=cpu', '--compile', '--only=t2mlr_2_2']
     found, out = measured(capsys, *argv)
     assert list(found) == ['plain', 't2mlr_2_2'] and 'start_s' in out
     assert all(row['start_s'] > 1 and set(row) == {'ms', 'ratio', 'floor', 'tokens_s', 'start_s'} for row in found.values())
