@@ -1,13 +1,13 @@
 """Measures what the recurrences cost, as ratios to the plain transformer in one run: `python bench.py train --json=True`.
 
-    python bench.py train      a training step under each schedule, beside the ratio of operations, which is the floor; with
-                               --compile also what the first step takes longer
-    python bench.py scaling    a training step at twice the length, and with twice the passes, against the count of operations
-    python bench.py memory     what the tensors of each such step hold at most, beside what train.py --dry_run predicts
-    python bench.py decode     a decoded token of each architecture, behind a prompt
+    python bench.py train      a training step under each schedule, beside the ratio of FLOPs, which is the floor; with
+                               --compile also how much longer the first step takes
+    python bench.py scaling    a training step at twice the length, and with twice the passes, beside its FLOPs
+    python bench.py memory     the peak memory of each such step, beside what train.py --dry_run predicts
+    python bench.py decode     a decoded token of each architecture, after a prompt
     python bench.py prefill    reading a prompt token by token, and by parallel fixed-point passes
     python bench.py data       the loader alone, against what the small text models consume
-    python bench.py configs    parameters and operations of every config, as a table in Markdown; measures nothing
+    python bench.py configs    parameters and FLOPs of every config, as a table in Markdown; measures nothing
 
 Rounds are interleaved (every variant once, then all again), so that a machine whose speed drifts slows all of them alike.
 """
@@ -18,14 +18,13 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # torch reads it when it loads: a thread that waits leaves its core
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +32,17 @@ from torch import nn
 from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, nearest, parse, reporting
-from eval import print_markdown, print_table
-from model import SEQUENTIAL, GPTConfig, build, count_flops, count_parameters
-from sample import SampleConfig, find_checkpoint, load_model, prefill
-from train import Dataset, TrainConfig, count_memory, make_optimizers, use_device
+from model import GPTConfig, build
+from sample import SampleConfig, prefill
+from schedule import SEQUENTIAL
+from support.accounting import count_flops, count_memory, count_parameters
+from support.data import Dataset
+from support.figures import print_markdown, print_table
+from support.loading import find_checkpoint, load_model
+from support.optimizers import make_optimizers
+from support.processes import use_device
+from support.timing import measure, speed
+from train import TrainConfig
 
 
 @dataclass
@@ -52,12 +58,13 @@ class Bench:
 @dataclass
 class TimedBench(Bench):
     rounds: int = key(15, 'rounds; the medians are reported', bounds=(1, 10**6))
-    device: str = key('auto', 'cpu, cuda, mps; auto takes the first that is there, from the right')
+    device: str = key('auto', 'cpu, cuda or mps; auto takes a GPU where there is one')
     threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
 
-    def model_config(self, **variant):
-        """The GPTConfig of these settings, with what a variant changes."""
-        return GPTConfig(**{k: v for k, v in asdict(self).items() if k in GPTConfig.__dataclass_fields__} | variant)
+    def model_config(self, config_class=GPTConfig, **variant):
+        """The config_class of these settings, where those of a variant come first."""
+        shape = {name: value for name, value in asdict(self).items() if name in config_class.__dataclass_fields__}
+        return config_class(**shape | variant)
 
 
 @dataclass
@@ -73,7 +80,7 @@ class TrainBench(TimedBench):
     source_layer: int = key(6, 'LRT: layer whose output is the memory')
     only: str = key('', 'variants to measure, joined by commas; empty is all')
     profile: bool = key(False, 'also print where the time of each variant goes')
-    compile: bool = key(False, 'compile the repeated block, and report what the first step of each variant takes longer')
+    compile: bool = key(False, 'compile the repeated block, and report how much longer the first step takes')
     dtype: str = key('float32', 'of the computation', ('float32', 'bfloat16'))
     threads: int = key(1, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
 
@@ -99,52 +106,15 @@ VARIANTS = {
 }
 
 
-PEAK = {  # dense bfloat16 operations a second of a GPU, from its data sheet, by what its name contains
-    'B200': 2250e12,
-    'H200': 989e12,
-    'H100 PCIe': 756e12,
-    'H100': 989e12,
-    'A100': 312e12,
-    'L40S': 362e12,
-    'RTX 4090': 165e12,
-}
-
-
-def speed(tokens, flops, seconds, device):
-    """Tokens a second of a step, and on a GPU of PEAK the share of its operations a second that the count makes (MFU)."""
-    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else ''
-    peak = next((peak for part, peak in PEAK.items() if part in name), None)
-    return {'tokens_s': round(tokens / seconds)} | ({'mfu': round(flops / seconds / peak, 4)} if peak else {})
-
-
-def synchronize(device):
-    if device.startswith('cuda'):
-        torch.cuda.synchronize()
-
-
-def measure(calls, rounds, device, warm_up=2):
-    """{name: median seconds} of the functions in `calls`, all of them in every round; the first warm_up rounds do not count."""
-    times = {name: [] for name in calls}
-    for number in tqdm(range(-warm_up, rounds), desc='rounds', leave=False, disable=None):
-        for name, call in calls.items():
-            synchronize(device)
-            begin = time.perf_counter()
-            call()
-            synchronize(device)
-            if number >= 0:
-                times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
 def compare(seconds, base):
     """{name: {'ms': milliseconds, 'ratio': to those of `base`}}."""
     return {name: {'ms': round(s * 1e3, 3), 'ratio': round(s / seconds[base], 3)} for name, s in seconds.items()}
 
 
-def show(found, **columns):
-    """Prints {variant: {column: number}} as a table; columns: how each is written. One that no row has is left out."""
-    columns = {name: how for name, how in columns.items() if any(name in row for row in found.values())}
-    rows = [[variant, *(format(row[name], how) for name, how in columns.items())] for variant, row in found.items()]
+def show(results, **columns):
+    """Prints {variant: {column: number}} as a table. columns: the format of each; one that no row has is left out."""
+    columns = {name: form for name, form in columns.items() if any(name in row for row in results.values())}
+    rows = [[variant, *(format(row[name], form) for name, form in columns.items())] for variant, row in results.items()]
     print_table(['variant', *columns], rows)
 
 
@@ -173,8 +143,8 @@ class TextbookLayer(nn.Module):
 
 
 class Textbook(nn.Module):
-    """The plain transformer of the nanochat family as one would write it without a thought of a memory: the yardstick of ours,
-    which computes the same."""
+    """The plain transformer of the nanochat family, written without a memory in mind: the yardstick for ours, which computes
+    the same."""
 
     def __init__(self, config):
         super().__init__()
@@ -195,20 +165,23 @@ class Textbook(nn.Module):
         logits = 15 * torch.tanh(self.head(F.rms_norm(x, (x.size(-1),))).float() / 15)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
 
+    def compile(self):
+        for block in self.blocks:
+            block.compile(dynamic=False)
+
 
 def chosen_variants(bench):
     return list(dict.fromkeys(['plain', *([name for name in bench.only.split(',') if name] or VARIANTS)]))
 
 
 def training_config(bench, variant):
-    shape = {k: v for k, v in asdict(bench).items() if k in TrainConfig.__dataclass_fields__}
-    config = TrainConfig(**shape | (VARIANTS[variant] if isinstance(variant, str) else variant))
+    config = bench.model_config(TrainConfig, **(VARIANTS[variant] if isinstance(variant, str) else variant))
     config.check()
     return config
 
 
 def take_step(model, optimizers, config, x, y, recur_mask=None):
-    """An update of a TrainConfig on the batch x, y (B, T) and recur_mask (B, T) or None, without what watches over a run."""
+    """One step of training on the batch x, y (B, T) and recur_mask (B, T) or None, without the checks of train.py."""
     with torch.autocast(x.device.type, torch.bfloat16, enabled=config.dtype == 'bfloat16'):
         loss, _ = model(x, y, config, recur_mask)
     loss.backward()
@@ -218,15 +191,12 @@ def take_step(model, optimizers, config, x, y, recur_mask=None):
 
 
 def training_step(bench, variant, device):
-    """(a function that makes one update of `variant`, a name or settings; its operations as a multiple of the plain
-    transformer's; its operations)."""
+    """(a function that takes one step of `variant`, a name or settings; the step's FLOPs as a multiple of the plain
+    transformer's; the step's FLOPs)."""
     config = training_config(bench, variant)
     torch.manual_seed(0)
     model = (Textbook if variant == 'textbook' else build)(config).to(device)
-    if bench.compile and variant == 'textbook':
-        for block in model.blocks:
-            block.compile(dynamic=False)
-    elif bench.compile:
+    if bench.compile:
         model.compile()
     optimizers = make_optimizers(model, config, device)
     x, y = torch.randint(config.vocab_size, (2, bench.batch_size, config.block_size), device=device).unbind()
@@ -239,50 +209,50 @@ def training_step(bench, variant, device):
     return step, flops['step'] / flops['plain_step'], flops['step'] * bench.batch_size * config.block_size
 
 
-def apart(call, *args):
-    """What call(*args) returns in a process of its own, which begins afresh."""
+def in_new_process(call, *args):
+    """The result of call(*args) in a new process."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
         return pool.submit(call, *args).result()
 
 
 def first_step(bench, variant):
-    """Seconds of the first step, which compiles, without what torch has kept of earlier runs: in a fresh process."""
+    """Seconds of the first step, which compiles, without torch's caches. To be called in a new process."""
     torch._inductor.config.force_disable_caches = True
-    warnings.filterwarnings('ignore', 'dynamo_pgo force disabled')  # as asked for
+    warnings.filterwarnings('ignore', 'dynamo_pgo force disabled')  # it says what the line above asks for
     device = use_device(bench)
     step, *_ = training_step(bench, variant, device)
     return measure({variant: step}, 1, device, warm_up=0)[variant]
 
 
 def bench_train(bench):
-    """Milliseconds of a step, beside what the operations allow, and its speed; compiled, also what the first takes longer."""
+    """Milliseconds of a step, its ratio, that of its FLOPs, and its speed; compiled, also how much longer the first takes."""
     device, names, first = use_device(bench), chosen_variants(bench), {}
     for name in tqdm(names, desc='first steps', leave=False, disable=None) if bench.compile else ():
-        first[name] = apart(first_step, bench, name)
+        first[name] = in_new_process(first_step, bench, name)
     steps = {name: training_step(bench, name, device) for name in names}
     seconds = measure({name: step for name, (step, *_) in steps.items()}, bench.rounds, device)
-    found = compare(seconds, 'plain')
-    for name, row in found.items():
+    results = compare(seconds, 'plain')
+    for name, row in results.items():
         _, floor, flops = steps[name]
         row |= {'floor': round(floor, 3)} | speed(bench.batch_size * bench.block_size, flops, seconds[name], device)
         if bench.compile:
             row['start_s'] = round(first[name] - row['ms'] / 1e3, 1)
-    show(found, ms='.1f', ratio='.2f', floor='.2f', tokens_s=',', mfu='.1%', start_s='.1f')
+    show(results, ms='.1f', ratio='.2f', floor='.2f', tokens_s=',', mfu='.1%', start_s='.1f')
     if bench.profile:
         for name, (step, *_) in steps.items():
             with torch.profiler.profile() as profile:
                 step()
             print(f'\n{name}')
             print(profile.key_averages().table(sort_by='self_cpu_time_total', row_limit=15, max_name_column_width=40))
-    return found
+    return results
 
 
 def bench_scaling(bench):
-    """How the time of a step grows beside the count of operations: from T to 2 T and 4 T at the same number of tokens, and
-    from 4 to 8 and 16 passes."""
+    """How the time of a step grows beside its FLOPs: from T to 2 T and 4 T at the same number of tokens, and from 4 to 8 and
+    16 passes."""
     if bench.batch_size % 4:
         raise ConfigError(f'batch_size={bench.batch_size} must be divisible by 4, for four times the length.')
-    device, cells = use_device(bench), {}  # settings, variant, and the cell whose time and count are the unit
+    device, cells = use_device(bench), {}  # settings, variant, and the cell to compare with
     for name in chosen_variants(bench):
         for factor in (1, 2, 4) if name != 'textbook' else ():
             longer = replace(bench, block_size=factor * bench.block_size, batch_size=bench.batch_size // factor)
@@ -290,42 +260,43 @@ def bench_scaling(bench):
     for d_forward in (4, 8, 16) if not bench.only else ():
         cells[f'd_forward={d_forward}'] = bench, {'recurrence': 't2mlr'} | jacobi(d_forward, 4), 'd_forward=4'
     steps = {name: training_step(sized, variant, device) for name, (sized, variant, _) in cells.items()}
-    seconds, found = measure({name: step for name, (step, *_) in steps.items()}, bench.rounds, device), {}
+    seconds, results = measure({name: step for name, (step, *_) in steps.items()}, bench.rounds, device), {}
     for name, (_, _, base) in cells.items():
         grows, count = seconds[name] / seconds[base], steps[name][2] / steps[base][2]
         row = {'ms': seconds[name] * 1e3, 'grows': grows, 'count': count, 'of_count': grows / count}
-        found[name] = {column: round(number, 3) for column, number in row.items()}
-    show(found, ms='.1f', grows='.2f', count='.2f', of_count='.2f')
-    return found
+        results[name] = {column: round(number, 3) for column, number in row.items()}
+    show(results, ms='.1f', grows='.2f', count='.2f', of_count='.2f')
+    return results
 
 
 def peak_memory(bench, variant):
-    """Bytes that three updates need at most; on CPU those by which this process grew, which should be a fresh one."""
+    """Bytes that two steps need at most, as the first makes the state of the optimizers; on CPU, how much this process grew. To
+    be called in a new process."""
     device, peaks = use_device(bench), []
     for size in (replace(bench, n_embd=2 * bench.n_head, vocab_size=2, block_size=2, batch_size=1), bench):
-        step, *_ = training_step(size, variant, device)  # the small one loads what every step needs
-        for _ in range(3):
-            step()
+        step, *_ = training_step(size, variant, device)  # the small one loads the libraries
+        step()
+        step()
         with open('/proc/self/status') as f:
             peaks.append(next(int(line.split()[1]) * 1024 for line in f if line.startswith('VmHWM')))
     return torch.cuda.max_memory_allocated() if device.startswith('cuda') else peaks[1] - peaks[0]
 
 
 def bench_memory(bench):
-    """Peak of each variant in a process of its own, which gives back what it frees: glibc alone would keep it, in pieces."""
+    """Peak memory of each variant, each in a new process."""
     if not os.path.exists('/proc/self/status'):
         raise ConfigError(f'the memory of a process is read from /proc, which {sys.platform} lacks; take Linux.')
-    os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'
-    found, rows = {}, []
+    os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'  # else glibc keeps freed memory, and the peak shows its fragments
+    results, rows = {}, []
     for name in tqdm(chosen_variants(bench), desc='variants', leave=False, disable=None):
-        row = found[name] = {'measured': apart(peak_memory, bench, name)}
-        row['ratio'] = round(row['measured'] / found['plain']['measured'], 3)
+        row = results[name] = {'measured': in_new_process(peak_memory, bench, name)}
+        row['ratio'] = round(row['measured'] / results['plain']['measured'], 3)
         if name != 'textbook':
             row['predicted'] = count_memory(training_config(bench, name))['peak']
         mib = [f'{row[key] / 2**20:,.0f}' if key in row else '' for key in ('measured', 'predicted')]
         rows.append([name, *mib, f'{row["ratio"]:.2f}'])
     print_table(['variant', 'measured, MiB', 'predicted', 'ratio'], rows)
-    return found
+    return results
 
 
 @dataclass
@@ -359,8 +330,8 @@ def decoding_variants(n_layer):
 
 @torch.inference_mode()
 def bench_decode(bench):
-    """Milliseconds a token, one forward each, beside the floor, the operations, and the weights that a token reads, which bind
-    a single sequence; all but the first as ratios to the plain transformer's."""
+    """Milliseconds per token, and three ratios to the plain transformer: of time, of FLOPs (the floor), and of the weights that
+    a token reads, which bind a single sequence."""
     device = use_device(bench)
     token = torch.zeros(bench.batch_size, 1, dtype=torch.long, device=device)
     calls, floors, weights = {}, {}, {}
@@ -379,12 +350,12 @@ def bench_decode(bench):
                 model.token(token, state)
 
         calls[name] = call
-    found = compare(measure(calls, bench.rounds, device), 'plain')
-    for name, row in found.items():
+    results = compare(measure(calls, bench.rounds, device), 'plain')
+    for name, row in results.items():
         row['ms'] = round(row['ms'] / bench.tokens, 3)
         row['floor'], row['weights'] = round(floors[name], 3), round(weights[name] / weights['plain'], 3)
-    show(found, ms='.2f', ratio='.3f', floor='.3f', weights='.3f')
-    return found
+    show(results, ms='.2f', ratio='.3f', floor='.3f', weights='.3f')
+    return results
 
 
 @dataclass
@@ -394,7 +365,7 @@ class PrefillBench(TimedBench):
     n_embd: int = key(256, 'width of a fresh model')
     n_head: int = key(4, 'heads of a fresh model')
     prompt: int = key(256, 'tokens of the prompt', bounds=(1, 10**7))
-    jacobi_tol: float = key(1e-4, 'passes end when the span moves by less than this share', bounds=(0, math.inf))
+    jacobi_tol: float = key(1e-4, 'passes end when their output changes by less than this share', bounds=(0, math.inf))
     rounds: int = key(3, 'rounds; the medians are reported', bounds=(1, 10**6))
 
     def check(self):
@@ -403,17 +374,16 @@ class PrefillBench(TimedBench):
 
 @torch.inference_mode()
 def bench_prefill(bench):
-    """Milliseconds for a prompt, token by token and in parallel; the passes; and how far the logits after it lie apart."""
-    device, found = use_device(bench), {}
+    """Milliseconds for a prompt, token by token and in parallel; the passes; and the largest difference of the logits."""
+    device, results = use_device(bench), {}
     tokens = torch.randint(256, (1, bench.prompt), generator=torch.Generator().manual_seed(0))
     if bench.ckpt:
         model, checkpoint = load_model(find_checkpoint(bench.ckpt), device)
         name = model.config.recurrence
         if name == 'none' or checkpoint['meta']['kind'] != 'text' or bench.prompt > model.config.block_size:
+            needs = f'must be a recurrent text model that fits prompt={bench.prompt}'
             has = f'recurrence={name} and a context of {model.config.block_size}'
-            raise ConfigError(
-                f'ckpt={bench.ckpt} must be a recurrent text model that fits prompt={bench.prompt}; it has {has}.'
-            )
+            raise ConfigError(f'ckpt={bench.ckpt} {needs}; it has {has}.')
         tokens = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val')[: bench.prompt].astype('int64'))[None]
         models = {name: model}
     else:
@@ -422,34 +392,33 @@ def bench_prefill(bench):
     tokens = tokens.to(device)
     for name, model in models.items():
 
-        def read(how, model=model):
-            way = SampleConfig(prefill=how, prefill_chunk=bench.prompt, jacobi_tol=bench.jacobi_tol)
-            return prefill(model, model.new_state(1), tokens, way)
+        def read(method, model=model):
+            settings = SampleConfig(prefill=method, prefill_chunk=bench.prompt, jacobi_tol=bench.jacobi_tol)
+            return prefill(model, model.new_state(1), tokens, settings)
 
-        calls = {how: functools.partial(read, how) for how in ('exact', 'jacobi')}
+        calls = {method: functools.partial(read, method) for method in ('exact', 'jacobi')}
         row = compare(measure(calls, bench.rounds, device), 'jacobi')
-        found[name] = {'exact_ms': row['exact']['ms'], 'jacobi_ms': row['jacobi']['ms'], 'speed_up': row['exact']['ratio']}
+        results[name] = {'exact_ms': row['exact']['ms'], 'jacobi_ms': row['jacobi']['ms'], 'speed_up': row['exact']['ratio']}
         (exact, _), (parallel, passes) = (call() for call in calls.values())
-        found[name] |= {'passes': passes, 'difference': (exact - parallel).abs().max().item()}
-    show(found, exact_ms='.1f', jacobi_ms='.1f', speed_up='.1f', passes='d', difference='.1e')
-    return found
+        results[name] |= {'passes': passes, 'difference': (exact - parallel).abs().max().item()}
+    show(results, exact_ms='.1f', jacobi_ms='.1f', speed_up='.1f', passes='d', difference='.1e')
+    return results
 
 
 @dataclass
 class DataBench(Bench):
     data_dir: str = key('data/stdlib', 'dataset')
-    config: str = key('', 'run whose batches are drawn and whose step is timed; empty: config/text_transformer.py')
+    config: str = key('', 'config file of the run that is timed; empty takes config/text_transformer.py')
     batches: int = key(200, 'batches to draw', bounds=(1, 10**7))
     rounds: int = key(5, 'training steps to time; the median counts', bounds=(1, 10**6))
 
 
 def bench_data(bench):
-    """Tokens a second of the loader in one process, and of a training step on the same batches."""
-    file = bench.config or os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', 'text_transformer.py')
+    """Tokens per second of the loader in one process, and of a training step on the same batches."""
+    file = bench.config or str(Path(__file__).with_name('config') / 'text_transformer.py')
     config = parse(TrainConfig, [file, f'--data_dir={bench.data_dir}'], 'python bench.py data')
     data, device = Dataset(bench.data_dir), use_device(config)
-    config.reset_token = data.reset_token(config)
-    config.vocab_size = data.fit(config)
+    data.complete(config)
     T = data.length('train', config.block_size)
     begin = time.perf_counter()
     for step in range(bench.batches):
@@ -463,16 +432,16 @@ def bench_data(bench):
         take_step(model, optimizers, config, *(None if t is None else t.to(device) for t in batch))
 
     training = tokens / measure({'step': step}, bench.rounds, device)['step']
-    found = {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(training)}
-    found['ratio'] = round(loader / training, 1)
-    print(f'loader {loader:,.0f} tokens/s, training {training:,.0f} tokens/s: {found["ratio"]} times')
-    return found
+    results = {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(training)}
+    results['ratio'] = round(loader / training, 1)
+    print(f'loader {loader:,.0f} tokens/s, training {training:,.0f} tokens/s: {results["ratio"]} times')
+    return results
 
 
 def bench_configs(bench):
-    """One row a config: parameters, the recurrence's share, operations as multiples of the plain transformer's. Where the data
-    decide the vocabulary, that of bytes stands in, in brackets."""
-    found, rows = {}, []
+    """One row per config: parameters, the recurrence's share, FLOPs as multiples of the plain transformer's. Where the data
+    decide the vocabulary, the row has that of bytes, in brackets."""
+    results, rows = {}, []
     for path in sorted(Path(__file__).parent.glob('config/*.py')):
         config = parse(TrainConfig, [str(path), '--dry_run=True'], 'python bench.py configs')
         stated, config.vocab_size = config.vocab_size, config.vocab_size or 257
@@ -482,12 +451,12 @@ def bench_configs(bench):
         total = sum(parts.values())
         share = parts.get('recurrence', 0) / total
         step, decode = flops['step'] / flops['plain_step'], flops['decode'] / flops['plain_forward']
-        found[path.stem] = {'vocab_size': config.vocab_size, 'total_parameters': total, 'recurrence_share': share}
-        found[path.stem] |= {'step_flops_ratio': step, 'decode_ratio': decode}
+        results[path.stem] = {'vocab_size': config.vocab_size, 'total_parameters': total, 'recurrence_share': share}
+        results[path.stem] |= {'step_flops_ratio': step, 'decode_ratio': decode}
         vocabulary = f'{stated:,}' if stated else f'({config.vocab_size})'
         rows.append([f'`{path.stem}`', vocabulary, f'{total:,}', f'{share:.2%}', f'{step:.2f}', f'{decode:.3f}'])
     print_markdown(['config', 'vocabulary', 'parameters', 'recurrence', 'training step', 'decoded token'], rows)
-    return found
+    return results
 
 
 BENCHES = {
@@ -511,9 +480,9 @@ def main(argv):
     config_class, run = BENCHES[argv[0]]
     config = parse(config_class, argv[1:], f'python bench.py {argv[0]} [--key=value ...]')
     with reporting():
-        found = run(config)
+        results = run(config)
         if config.json:
-            print(json.dumps(found))
+            print(json.dumps(results))
 
 
 if __name__ == '__main__':

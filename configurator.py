@@ -8,11 +8,11 @@ anything is written. A config file is Python and is executed: run only those you
 
 import contextlib
 import difflib
-import glob
 import math
 import os
 import sys
 from dataclasses import field, fields
+from pathlib import Path
 from types import ModuleType
 
 BOOLEANS = {'True': True, 'true': True, '1': True, 'False': False, 'false': False, '0': False}
@@ -46,29 +46,29 @@ OTHER_NAMES = {  # what other trainers call our keys
 
 
 class ConfigError(Exception):
-    """A mistake of the person at the keyboard; its text is one sentence that says what to change."""
+    """A mistake of the user; its text is one sentence that says what to change."""
 
 
-def key(default, meaning, choices=(), bounds=(), names=None):
-    """A declared setting: its default (which fixes its type), one line of meaning, and the values allowed if they are few, or
-    the lowest and the highest of them. names: {word: number} of values outside the bounds that are written as a word."""
-    about = {'meaning': meaning, 'choices': tuple(choices), 'bounds': tuple(bounds), 'names': names or {}}
-    return field(default=default, metadata=about)
+def key(default, meaning, choices=(), bounds=(), names=None, heading=''):
+    """A declared setting. Its default fixes its type. choices: the values allowed, where they are few; bounds: the lowest and
+    the highest. names: {word: number} of values outside the bounds that are written as a word. heading: of the
+    group that the key begins in --help."""
+    metadata = dict(meaning=meaning, choices=choices, bounds=bounds, names=names or {}, heading=heading)
+    return field(default=default, metadata=metadata)
 
 
 def check_keys(config):
     """ConfigError for the first key of `config` whose value is not among its choices or outside its bounds."""
     for f in fields(config):
-        value, choices, bounds = getattr(config, f.name), f.metadata['choices'], f.metadata['bounds']
-        names = f.metadata['names']
+        value, meta = getattr(config, f.name), f.metadata
+        choices, bounds, names = meta['choices'], meta['bounds'], meta['names']
         if choices and value not in choices:
             raise ConfigError(f'{f.name}={value} is not known; {nearest(value, choices)}')
         if bounds and value not in names.values():
-            allowed = ' or '.join([*names, spelled(bounds)])
-            within(f.name, value, *bounds, f'it must be {allowed} ({f.metadata["meaning"]})')
+            within(f.name, value, *bounds, f'it must be {" or ".join([*names, bounds_text(bounds)])} ({meta["meaning"]})')
 
 
-def spelled(bounds):
+def bounds_text(bounds):
     return f'at least {bounds[0]}' if bounds[1] == math.inf else f'{bounds[0]} to {bounds[1]}'
 
 
@@ -79,87 +79,76 @@ def within(name, value, low, high, why):
 
 
 def nearest(word, words):
-    """The end of a sentence that helps: the one of `words` that resembles `word`, or else all of them."""
+    """The end of a sentence that helps: the most similar of `words`, or all of them if none is similar."""
     close = difflib.get_close_matches(str(word), [str(w) for w in words], n=1, cutoff=0.5)
     return f'did you mean {close[0]!r}?' if close else 'choose from: ' + ', '.join(str(w) for w in words) + '.'
 
 
-def unknown(name, declared):
-    """The end of a sentence that helps: the declared key that resembles `name`, by itself or by what others call it."""
+def suggest_key(name, declared):
+    """The end of a sentence that helps: the declared key whose name, or another name for it, resembles `name`."""
     words = {word: known for known in declared for word in OTHER_NAMES.get(known, '').split()} | {k: k for k in declared}
     close = difflib.get_close_matches(name.lower(), words, n=1)
     return f'did you mean {words[close[0]]!r}?' if close else '--help lists the keys.'
 
 
-def typed(name, value, default, names=None):
+def convert(name, value, default, names=None):
     """`value` (text from the command line, or an object from a config file) as the type of `default`, or ConfigError.
     names: {word: number}, as those of a key."""
     kind = type(default)
-    forms, example = ' or '.join([*(names or ()), FORMS[kind]]), show(default, names) or '1,2'
-    wrong = ConfigError(f'{name}={value} is not {forms}; write it like {name}={example}.')
-    if names and isinstance(value, str) and value in names:
-        return names[value]
-    try:
-        if kind is str:
-            if not isinstance(value, str) or '\0' in value:
-                raise wrong
-            return value
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+        if names and isinstance(value, str) and value in names:
+            return names[value]
         if kind is bool:
             return BOOLEANS[str(value)]
         if kind is tuple:
             parts = [p for p in value.split(',') if p.strip()] if isinstance(value, str) else value
-            return tuple(typed(name, p, 0.0) for p in parts)
-        if isinstance(value, bool) or not math.isfinite(number := float(value)):
-            raise wrong
-        if kind is float:
-            return number
-        if isinstance(value, int) or str(value).strip().lstrip('+-').isdigit():
-            return int(value)  # exact above 2^53, where floats are not
-        if not number.is_integer():
-            raise wrong
-        return int(number)
-    except (ValueError, KeyError, TypeError, OverflowError):
-        raise wrong from None
+            return tuple(convert(name, p, 0.0) for p in parts)
+        if kind is str and isinstance(value, str) and '\0' not in value:
+            return value
+        if kind in (int, float) and not isinstance(value, bool) and math.isfinite(number := float(value)):
+            if kind is float:
+                return number
+            if isinstance(value, int) or str(value).strip().lstrip('+-').isdigit():
+                return int(value)  # exact above 2^53, where floats are not
+            if number.is_integer():
+                return int(number)
+    forms, example = ' or '.join([*(names or ()), FORMS[kind]]), show(default, names) or '1,2'
+    raise ConfigError(f'{name}={value} is not {forms}; write it like {name}={example}.')
 
 
 def show(value, names=None):
     """`value` as it is written on a command line; names: {word: number}, as those of a key."""
-    for word, number in (names or {}).items():
-        if value == number:
-            return word
-    return ','.join(f'{v:g}' for v in value) if isinstance(value, tuple) else str(value)
+    words = {number: word for word, number in (names or {}).items()}
+    return ','.join(f'{v:g}' for v in value) if isinstance(value, tuple) else words.get(value, str(value))
 
 
-def read_file(path):
+def read_config_file(path):
     """The names that a config file assigns, as a dict. It may start from another, in its own folder or in config/, by
     `from other_config import *`."""
     if not os.path.isfile(path):
         folder, name = os.path.split(path)
-        there = [f for of in ('config', folder or '.') for f in glob.glob(os.path.join(glob.escape(of), '*.py'))]
-        files = {os.path.basename(f): os.path.relpath(f) for f in there if os.path.isfile(f)}
+        files = {p.name: os.path.relpath(p) for parent in ('config', folder) for p in Path(parent).glob('*.py') if p.is_file()}
         close = difflib.get_close_matches(name, files, n=1, cutoff=0.5)
         hint = f'did you mean {files[close[0]]!r}?' if close else f'there are {", ".join(sorted(files.values())) or "none"}.'
         raise ConfigError(f'there is no config file {path}; {hint}')
     names = {'__name__': 'config', '__file__': path}
-    ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config')
-    sys.path[:0] = [os.path.dirname(os.path.abspath(path)), ours]
+    sys.path[:0] = [os.path.dirname(os.path.abspath(path)), os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config')]
     try:
         with open(path, encoding='utf-8') as f:
             exec(compile(f.read(), path, 'exec'), names)
     except (Exception, SystemExit) as e:
-        said = ' '.join(str(e).split())
-        raise ConfigError(f'the config file {path} could not be run: {type(e).__name__}: {said}') from e
+        raise ConfigError(f'the config file {path} could not be run: {type(e).__name__}: {" ".join(str(e).split())}') from e
     finally:
         del sys.path[:2]
     return {k: v for k, v in names.items() if not k.startswith('_')}
 
 
-def read_arguments(argv, declared):
-    """(config file or None, {key: text}) from the command line; every key and the file may be given once."""
+def read_arguments(argv, switches):
+    """(config file or None, {key: text}) from the command line, each given once. switches: keys that need no value."""
     path, given = None, {}
     for i, arg in enumerate(argv):
         name, equals, value = arg.lstrip('-').partition('=')
-        if arg.startswith('--') and (equals or type(declared.get(name)) is bool):
+        if arg.startswith('--') and (equals or name in switches):
             if name in given:
                 raise ConfigError(f'--{name} is given twice; keep one.')
             given[name] = value if equals else 'True'
@@ -180,21 +169,23 @@ def print_help(config_class, usage):
     rows = [(f'--{f.name}={show(f.default, f.metadata["names"])}', f.metadata) for f in fields(config_class)]
     width = min(34, max(len(left) for left, _ in rows))
     for left, meta in rows:
-        bounds = [spelled(meta['bounds'])] if meta['bounds'] else []
+        bounds = [bounds_text(meta['bounds'])] if meta['bounds'] else []
         allowed = ' | '.join(str(c) for c in [*meta['choices'], *meta['names'], *bounds])
+        if meta['heading']:
+            print(f'\n{meta["heading"]}')
         print(f'  {left:<{width}}  {meta["meaning"]}' + (f' [{allowed}]' if allowed else ''))
 
 
 @contextlib.contextmanager
 def explaining(what, remedy):
-    """Around what fails in many ways (another's parser, the network): then ConfigError "WHAT (what went wrong); REMEDY."."""
+    """For code that fails in many ways (a parser, the network): a failure becomes ConfigError "WHAT (the reason); REMEDY."."""
     try:
         yield
     except (ConfigError, MemoryError):
         raise
     except Exception as e:
-        said = f'no field {e}' if isinstance(e, KeyError) else f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
-        raise ConfigError(f'{what} ({said}); {remedy}.') from None
+        reason = f'no field {e}' if isinstance(e, KeyError) else f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
+        raise ConfigError(f'{what} ({reason}); {remedy}.') from None
 
 
 def parse(config_class, argv, usage):
@@ -208,17 +199,17 @@ def parse(config_class, argv, usage):
         raise SystemExit(0)
     try:
         declared = {f.name: f for f in fields(config_class)}
-        path, given = read_arguments(argv, {name: f.default for name, f in declared.items()})
-        values, of_file = {}, read_file(path) if path else {}
-        if path and not any(name in declared or not isinstance(value, ModuleType) for name, value in of_file.items()):
+        path, given = read_arguments(argv, {name for name, f in declared.items() if type(f.default) is bool})
+        values, assigned = {}, read_config_file(path) if path else {}
+        if path and not any(name in declared or not isinstance(value, ModuleType) for name, value in assigned.items()):
             raise ConfigError(f'the config file {path} sets no key; write key = value, or `from other_config import *`.')
-        for source, pairs in ((path, of_file), ('the command line', given)):
+        for source, pairs in ((path, assigned), ('the command line', given)):
             for name, value in pairs.items():
-                if name not in declared and (callable(value) or isinstance(value, ModuleType)):
-                    continue  # what a config file imports or defines for its own use
                 if name not in declared:
-                    raise ConfigError(f'unknown key {name!r} in {source}; {unknown(name, declared)}')
-                values[name] = typed(name, value, declared[name].default, declared[name].metadata['names'])
+                    if callable(value) or isinstance(value, ModuleType):
+                        continue  # what a config file imports or defines for its own use
+                    raise ConfigError(f'unknown key {name!r} in {source}; {suggest_key(name, declared)}')
+                values[name] = convert(name, value, declared[name].default, declared[name].metadata['names'])
         config = config_class(**values)
         check_keys(config)
         config.check()
@@ -232,29 +223,29 @@ def fail(sentence, code=2):
     line, end = 'error: ' + ' '.join(str(sentence).split('\n')), SystemExit(code)
     if os.environ.get('RANK', '0') == '0':
         print(line, file=sys.stderr)
-    end.add_note(line)  # behind torchrun it is shown once more, in its own last words
+    end.add_note(line)  # torchrun repeats it when it ends
     return end
 
 
 @contextlib.contextmanager
 def reporting():
-    """Around the work of a command: whatever a person can cause ends in one sentence and a documented exit code."""
+    """For the work of a command: what a user can cause ends in one sentence and a documented exit code."""
     try:
         yield
-        if sys.stdout:  # closed from the start, it is None
+        if sys.stdout:  # None if it was closed from the start
             sys.stdout.flush()
     except ConfigError as e:
         raise fail(e) from None
     except KeyboardInterrupt:
         raise fail('interrupted', 130) from None
-    except BrokenPipeError:  # whoever read the output has left
+    except BrokenPipeError:  # the reader of the output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except OSError as e:  # no permission, no space, no such disk
         raise fail(f'{e.filename or "a file"} could not be read or written: {e.strerror or e}.') from None
     except (MemoryError, RuntimeError) as e:
         if 'without overflow' in str(e):
-            raise fail('a number is too large for the computation; lower learning_rate or what else is huge.') from None
+            raise fail('a number is too large for the computation; lower learning_rate or whatever else is huge.') from None
         if isinstance(e, RuntimeError) and 'allocate' not in str(e) and 'out of memory' not in str(e):
             raise
         raise fail('there is not enough memory for this; ask for a smaller model, batch or dataset.') from None

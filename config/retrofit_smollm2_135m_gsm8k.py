@@ -4,7 +4,7 @@
 #       hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir data/SmolLM2-135M-Instruct)
 #       python prepare_data.py gsm8k --longest=384 --drop_longer=True \
 #           --tokenizer=data/SmolLM2-135M-Instruct/tokenizer.json --out=data/gsm8k_smollm2
-# One GPU of 24 GB, about a quarter of an hour (an estimate from the operations); runs/retrofit.sh makes a far smaller run of it
+# One GPU of 24 GB, about a quarter of an hour (an estimate from the FLOPs); runs/retrofit.sh makes a far smaller run of it
 # on two CPU cores. Nothing is published at this size: expect a few percent, with and without the recurrence.
 init_from = 'hf:data/SmolLM2-135M-Instruct'
 data_dir = 'data/gsm8k_smollm2'
@@ -20,7 +20,7 @@ recurrence = 't2mlr'
 l_start, l_end = 13, 18
 schedule = 'jacobi'
 d_forward, d_backward = 8, 4
-recurrence_lr_scale = 30.0  # the gates start closed and must open within a few hundred updates
+recurrence_lr_scale = 30.0  # the gates start closed and must open within a few hundred steps
 
 max_steps = 660  # three epochs
 batch_size = 32

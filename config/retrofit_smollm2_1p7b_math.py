@@ -4,7 +4,7 @@
 #       python prepare_data.py gsm8k_aug --longest=256 --drop_longer=True \
 #           --tokenizer=data/SmolLM2-1.7B-Instruct/tokenizer.json --out=data/gsm8k_aug_smollm2
 # and, to evaluate, gsm8k and math500 with the same --tokenizer. One GPU of 80 GB, about three hours (an estimate from the
-# operations). Expected: a gain over the control on GSM8K; on MATH500 only with competition problems among the data.
+# FLOPs). Expected: a gain over the control on GSM8K; on MATH500 only with competition problems among the data.
 init_from = 'hf:data/SmolLM2-1.7B-Instruct'
 data_dir = 'data/gsm8k_aug_smollm2'
 out_dir = 'out/retrofit_smollm2_1p7b_math'

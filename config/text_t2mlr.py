@@ -1,5 +1,5 @@
 # Bytes of the Python standard library, as config/text_transformer.py: a recurrence around the two middle layers.
-# Two CPU cores, about nine minutes; a step has 2.2 times the plain transformer's operations.
+# Two CPU cores, about nine minutes; a step has 2.2 times the plain transformer's FLOPs.
 from text_transformer import *
 
 out_dir = 'out/text_t2mlr'

@@ -10,7 +10,7 @@ block_size = 2048
 n_layer, n_head, n_kv_head, n_embd, n_hidden = 30, 9, 3, 576, 1536
 rope_base = 100000.0
 
-max_steps = 20_000  # 10 billion tokens at half a million an update, the 10BT sample once
+max_steps = 20_000  # 10 billion tokens at half a million per step, the 10BT sample once
 batch_size = 256
 accumulation = 2
 learning_rate = 3e-3

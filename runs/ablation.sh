@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every variant of both papers on the bytes of the Python standard library, from a fresh clone, on two CPU cores: the same data
-# in the same order and the same number of updates for every cell, two seeds. STEPS (default 600) sets the updates. A finished
-# cell is a file in results/ablation, and a second start goes on with the others. Ends with the table and results/ablation.png.
+# in the same order and the same number of steps for every cell, two seeds. STEPS (default 600) sets the steps. A finished
+# cell is a file in results/ablation, and a second start continues with the others. Ends with the table and results/ablation.png.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 steps=${STEPS:-600}
@@ -13,7 +13,7 @@ lrt="config/text_lrt.py"
 multi="--schedule=jacobi --d_forward"
 cells=(
     "plain config/text_transformer.py"
-    "plain-matched config/text_transformer.py --max_steps=$((steps * 2))"  # the operations of two interleaved passes
+    "plain-matched config/text_transformer.py --max_steps=$((steps * 2))"  # the FLOPs of two interleaved passes
     "loop config/text_transformer.py --n_loop=2 --l_start=0 --l_end=5"
     "lrt-shared-interleaved2 $lrt"
     "lrt-shared-refine1 $lrt $multi=1 --d_backward=2"

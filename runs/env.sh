@@ -10,5 +10,5 @@ if ! cat requirements*.txt | cmp -s - "$stamp"; then
     python -m pip install --quiet --disable-pip-version-check -r "$requirements"
     cat requirements*.txt > "$stamp"
 fi
-# glibc returns freed blocks to the kernel after every update and faults them in again; keeping them saves CPU time.
+# glibc returns freed blocks to the kernel after every step and faults them in again; keeping them saves CPU time.
 export MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TOP_PAD_=67108864

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Variable assignment and path finding from scratch, T2MLR against the same transformer without it: the same data, updates and
+# Variable assignment and path finding from scratch, T2MLR against the same transformer without it: the same data, steps and
 # batch; exact match by depth, beyond the trained depths too. The graphs are of ProsQA's kind: layered, with dead ends.
 # Two CPU cores, under an hour for one seed (SEED, default 1337). A finished cell is a file in results/reasoning_*, and a second start
-# goes on with the others. Ends with a table and a figure for each task.
+# continues with the others. Ends with a table and a figure for each task.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 export out=out/reasoning seed=${SEED:-1337} steps=${STEPS:-2000}

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # T2MLR put into SmolLM2-135M-Instruct and fine-tuned, against the same fine-tuning without it, from a fresh clone: variable
-# assignment (exact match by depth on held-out problems), then GSM8K, a smoke test of 100 updates scored on 100 problems. At most
+# assignment (exact match by depth on held-out problems), then GSM8K, a smoke test of 100 steps scored on 100 problems. At most
 # 90 minutes on two free CPU cores: T2MLR on one, the control on the other. A finished part is a file in results/retrofit, and a
-# second start goes on with the others. SOURCE (a folder with train.jsonl and test.jsonl) takes GSM8K from there, not from the
+# second start continues with the others. SOURCE (a folder with train.jsonl and test.jsonl) takes GSM8K from there, not from the
 # hub; VARIABLES_STEPS, GSM8K_STEPS and PROBLEMS make it smaller. Ends with the tables. out/retrofit takes 7 GB.
 set -euo pipefail
 REQUIREMENTS=requirements-retrofit.txt
@@ -18,11 +18,11 @@ python prepare_data.py variable_assignment --depth=1-3 --test_depth=1-5 --variab
     --n_val=200 --n_test=500 "$tokens" --out=data/variables_smollm2
 python prepare_data.py gsm8k ${SOURCE:+"--source=$SOURCE"} --longest=192 --drop_longer=True "$tokens" --out=data/gsm8k_smollm2
 
-run_cell() { # TASK t2mlr|control UPDATES BATCH BLOCK PROBLEMS
+run_cell() { # TASK t2mlr|control STEPS BATCH BLOCK PROBLEMS
     local name=$1-$2 config=config/retrofit_smollm2_135m_$1
     [ "$2" = t2mlr ] || config+=_control
     [ -f "$results/$name.json" ] && return
-    echo "$(date +%H:%M:%S) $name, $3 updates of $4"
+    echo "$(date +%H:%M:%S) $name, $3 steps of $4"
     python train.py "$config.py" --threads=1 --block_size="$5" --max_steps="$3" --warmup_steps=$(($3 < 20 ? $3 : 20)) \
         --batch_size="$4" --eval_interval=50 --eval_batches=1 --eval_exact_batches=0 --out_dir="$out/$name" > "$out/$name.txt" 2>&1 &&
         python eval.py --threads=1 --ckpt="$out/$name" --batch_size="$6" --max_batches=1 >> "$out/$name.txt" 2>&1 &&
@@ -40,7 +40,7 @@ wait $control
 trap - EXIT
 
 if [ ! -f "$results/cost.json" ]; then
-    echo "$(date +%H:%M:%S) cost of an update"
+    echo "$(date +%H:%M:%S) cost of a step"
     python -m runs.retrofit cost --threads=1 --batch_size=4 --block_size=192 > "$out/cost.json" && mv "$out/cost.json" "$results/cost.json"
 fi
 python -m runs.retrofit table "$results"

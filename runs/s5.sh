@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # State tracking with retrieval on S_5, the T2MLR paper's synthetic task: actions are adjacent transpositions and the 5-cycle, the
-# dictionary holds five further keys; trained on up to 10 actions, tested on up to 40; the same data, updates and batch for all.
-# Two CPU cores, about an hour for one seed (SEED, default 1337). A finished cell is a file in results/s5, and a second start goes on
+# dictionary holds five further keys; trained on up to 10 actions, tested on up to 40; the same data, steps and batch for all.
+# Two CPU cores, about an hour for one seed (SEED, default 1337). A finished cell is a file in results/s5, and a second start continues
 # with the others. Ends with the table and results/s5.png.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"

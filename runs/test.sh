@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Style and tests, from a fresh clone: makes .venv, installs requirements-dev.txt, runs ruff and pytest,
-# in one process a core (four at most) with one thread each: more threads than cores wait for each other.
+# Style and tests, from a fresh clone: makes .venv, installs requirements-dev.txt, runs ruff and pytest, in one process per core
+# (at most four) with one thread each, because more threads than cores wait for each other.
 set -euo pipefail
 REQUIREMENTS=requirements-dev.txt
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"

@@ -1,6 +1,81 @@
-"""What a line of a log may hold."""
+"""What a run writes while it trains: log.jsonl, wandb, the progress bar, the warning of passes that diverge."""
 
+import contextlib
+import json
 import math
+import os
+import time
+from dataclasses import asdict
+
+from tqdm import tqdm
+
+from support.processes import warn, warn_on_disk_error
+
+
+class Log:
+    """log.jsonl and wandb, written by the first process alone. `best_loss`: the lowest validation loss of its older lines."""
+
+    def __init__(self, config, first, step, wandb_id):
+        self.path = os.path.join(config.out_dir, 'log.jsonl') if first else None
+        self.best_loss = continue_log(self.path, step) if first else math.inf
+        self.tracker = Tracker(config, first, wandb_id)
+
+    def write(self, values):
+        if self.path:
+            values = finite(values)
+            with warn_on_disk_error(self.path), open(self.path, 'a', encoding='utf-8') as f:
+                f.write(json.dumps(values) + '\n')
+            self.tracker.log(values)
+
+
+class Progress:
+    """The progress bar; where there is no terminal, a line per minute. It also measures the speed."""
+
+    def __init__(self, config, first, step):
+        self.first, self.shown_at = first, time.monotonic()
+        self.bar = tqdm(total=config.max_steps, initial=step, disable=not first or None, unit='step', mininterval=1)
+        self.restart_clock(step)
+
+    def restart_clock(self, step):
+        self.since, self.counted_from = time.perf_counter(), step
+
+    def speed(self, step):
+        """Steps per second since the clock was started, which starts again."""
+        speed = (step - self.counted_from) / (time.perf_counter() - self.since)
+        self.restart_clock(step)
+        return speed
+
+    def show(self, step, loss, tokens_per_s):
+        self.bar.set_postfix(loss=f'{loss:.4f}', refresh=False)
+        if self.first and self.bar.disable and time.monotonic() - self.shown_at >= 60:
+            self.shown_at = time.monotonic()
+            print(f'step {step:>6}  loss {loss:.4f}, {tokens_per_s:,.0f} tokens per second', flush=True)
+
+    def show_validation(self, step, results):
+        """results: {schedule: {score: mean}}. The time of a validation does not count towards the speed."""
+        if self.first:
+            texts = {name: ', '.join(f'{k} {v:.4f}' for k, v in means.items()) for name, means in results.items()}
+            line = ' | '.join(f'{name}: {text or "nothing is scored"}' for name, text in texts.items())
+            self.bar.write(f'step {step:>6}  validation, {line}')
+        self.restart_clock(step)
+
+
+class DivergenceWarning:
+    """Warns, once a run, when the last Jacobi pass changed the output of the span more than the first in 5 lines in a row."""
+
+    def __init__(self):
+        self.in_a_row, self.warned = 0, False
+
+    def add(self, step, changes):
+        """changes: what a line of the log says of each pass after the initial one, or None."""
+        self.in_a_row = self.in_a_row + 1 if changes and changes[-1] > max(changes[0], 1e-3) else 0
+        if self.in_a_row == 5 and not self.warned:
+            self.warned = True
+            warn(
+                f'the passes do not converge: in 5 lines of the log in a row, up to step {step}, the last changed the output '
+                f'of the span more than the first ({", ".join(f"{c:g}" for c in changes)}); '
+                f'lower recurrence_lr_scale or learning_rate.'
+            )
 
 
 def finite(value):
@@ -21,3 +96,66 @@ def one_number_each(values):
         else:
             single[name] = value
     return {name: number for name, number in single.items() if number is not None}
+
+
+class Tracker:
+    """wandb, if asked for, on the first process only; whatever goes wrong there is one warning and no more.
+
+    `id` is wandb's name of the run, which a checkpoint keeps: a resumed run continues it, and sends no step a second time.
+    """
+
+    def __init__(self, config, active, id=None):
+        self.run, self.id, self.starts = None, id, 0
+        if config.wandb != 'off' and active:
+            with self.off_on_error():
+                import wandb
+
+                self.run = wandb.init(
+                    project=os.environ.get('WANDB_PROJECT', 'latent-memory'),
+                    name=config.out_dir.replace('/', '-'),
+                    config=asdict(config),
+                    mode=config.wandb,
+                    dir=config.out_dir,
+                    settings=wandb.Settings(init_timeout=30),
+                    id=id,
+                    resume='allow' if id else None,
+                )
+                self.id, self.starts = self.run.id, self.run.starting_step
+
+    @contextlib.contextmanager
+    def off_on_error(self):
+        try:
+            yield
+        except Exception as e:
+            self.run = None
+            warn(f'wandb is off from here on ({type(e).__name__}: {e}); log.jsonl is complete.')
+
+    def log(self, values):
+        if self.run and values['step'] >= self.starts:
+            with self.off_on_error():
+                self.run.log(one_number_each({k: v for k, v in values.items() if k != 'step'}), step=values['step'])
+
+    def finish(self):
+        if self.run:
+            with self.off_on_error():
+                self.run.finish()
+
+
+def continue_log(path, step):
+    """Drops the lines of log.jsonl past `step` (written after the checkpoint), and one cut short by a kill.
+
+    Returns the lowest validation loss in what is left.
+    """
+    kept, best = [], math.inf
+    if os.path.exists(path):
+        with open(path, encoding='utf-8', errors='replace') as f:
+            for line in f:
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                    values = json.loads(line)
+                    if values['step'] <= step:
+                        kept.append(line)
+                        best = min(best, (values.get('val') or {}).get('loss', math.inf))
+    with open(path + '.tmp', 'w', encoding='utf-8') as f:
+        f.writelines(kept)
+    os.replace(path + '.tmp', path)
+    return best

@@ -1,10 +1,15 @@
-"""Muon: Newton-Schulz on stacks of matrices of one shape, shared over the processes of a run."""
+"""Optimisers: their groups, steps that may be skipped, and Muon, shared over the processes of a run."""
 
 import functools
 import math
+import os
 
 import torch
 import torch.distributed as dist
+
+from configurator import fail
+from model import listed_parameters, recurrence_parameters
+from support.processes import warn
 
 
 class Muon(torch.optim.Muon):
@@ -40,45 +45,45 @@ class Muon(torch.optim.Muon):
             before = torch.stack(moments)
             after = before.lerp(torch.stack([p.grad for p in batch]), 1 - self.defaults['momentum'])
             torch._foreach_copy_(moments, torch.where(skip, before, after).unbind())
-        updates = self.updates(matrices)
+        directions = self.directions(matrices)
         for group in self.param_groups:
             lr, weight_decay = group['lr'], group['weight_decay']
             for batch in by_shape(with_gradient(group)):
                 before = torch.stack(batch)
                 scale = 0.2 * math.sqrt(max(batch[0].shape))  # an orthogonal matrix times this has entries as large as AdamW's
                 after = before * (1 - lr * weight_decay)
-                after.add_(torch.stack([updates[p] for p in batch]), alpha=-(lr * scale))
+                after.add_(torch.stack([directions[p] for p in batch]), alpha=-(lr * scale))
                 torch._foreach_copy_(batch, torch.where(skip, before, after).unbind())
 
     def moments(self, matrices):
         return [self.state[p]['momentum_buffer'] for p in matrices]
 
-    def updates(self, matrices):
+    def directions(self, matrices):
         """{matrix: its orthogonalised Nesterov momentum in bfloat16}, each computed by one of the processes."""
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         owners = assign(tuple(p.shape for p in matrices), world)
         shares = [[p for p, owner in zip(matrices, owners, strict=True) if owner == r] for r in range(world)]
-        updates = {}
+        directions = {}
         for batch in by_shape(shares[rank]):
             nesterov = torch.stack([p.grad for p in batch])
             nesterov.lerp_(torch.stack(self.moments(batch)), self.defaults['momentum'])
             settings = {name: self.defaults[name] for name in ('ns_coefficients', 'ns_steps', 'eps')}
             if nesterov.device.type == 'cpu':
-                updates.update(zip(batch, [orthogonalize(x, **settings) for x in nesterov], strict=True))
+                directions.update(zip(batch, [orthogonalize(x, **settings) for x in nesterov], strict=True))
             else:
-                updates.update(zip(batch, orthogonalize(nesterov, **settings), strict=True))
+                directions.update(zip(batch, orthogonalize(nesterov, **settings), strict=True))
         if world == 1:
-            return updates
+            return directions
         sizes = [[p.numel() for p in share] for share in shares]
         longest = max(map(sum, sizes))
         padding = torch.empty(longest - sum(sizes[rank]), dtype=torch.bfloat16, device=matrices[0].device)
-        sent = torch.cat([*(updates[p].flatten() for p in shares[rank]), padding])
+        sent = torch.cat([*(directions[p].flatten() for p in shares[rank]), padding])
         received = sent.new_empty(world * longest)
         dist.all_gather_single(received, sent)
         for share, lengths, part in zip(shares, sizes, received.split(longest), strict=True):
             for p, values in zip(share, part[: sum(lengths)].split(lengths), strict=True):
-                updates[p] = values.view_as(p)
-        return updates
+                directions[p] = values.view_as(p)
+        return directions
 
 
 def with_gradient(group):
@@ -117,3 +122,79 @@ def orthogonalize(matrices, ns_coefficients, ns_steps, eps):
         gram = x @ x.mT
         x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def freeze_base(model):
+    """Leaves gradients to the parameters that the recurrence adds."""
+    added = recurrence_parameters(model)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in added)
+
+
+def make_optimizers(model, config, device):
+    """One optimiser or two; every trainable parameter is in exactly one group, whose 'scale' multiplies the rate."""
+    groups, added, adamw = {}, recurrence_parameters(model), listed_parameters(model, 'adamw_parts')
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            groups.setdefault((p.dim() == 2 and name not in adamw, name in added), []).append(p)
+
+    def settings(kinds):
+        return [
+            {
+                'params': params,
+                'weight_decay': config.weight_decay if matrix else 0.0,
+                'scale': config.recurrence_lr_scale if added else 1.0,
+            }
+            for (matrix, added), params in groups.items()
+            if matrix in kinds
+        ]
+
+    betas, fused, optimizers = (config.beta1, config.beta2), device in ('cuda', 'cpu'), []
+    muon = config.optimizer == 'muon'
+    if adamw_groups := settings((False,) if muon else (False, True)):
+        optimizers.append(torch.optim.AdamW(adamw_groups, lr=config.learning_rate, betas=betas, fused=fused))
+    if muon and (matrices := settings((True,))):
+        optimizers.append(Muon(matrices, lr=config.learning_rate))
+    return optimizers
+
+
+def step_optimizers(optimizers, skip):
+    """Steps the optimisers, unless `skip`, a bool tensor on the device: then weights, moments and counters stay as they are.
+
+    Muon and the fused AdamW read the flag on the device, so the host runs ahead; for AdamW on MPS, whose kernel does not read
+    it, the host waits.
+    """
+    for optimizer in optimizers:
+        if getattr(optimizer, '_step_supports_amp_scaling', False):
+            optimizer.found_inf = skip.float()
+            optimizer.step()
+        elif not skip.item():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+class SkippedSteps:
+    """Counts the steps that were skipped: `total`, those `in_a_row` up to the last, and the `longest` row of them. What `add`
+    takes stays on the device until `count`, because reading it would make the host wait."""
+
+    def __init__(self, total=0, in_a_row=0):
+        self.total, self.in_a_row, self.longest, self.flags = total, in_a_row, 0, []
+
+    def add(self, flag):
+        self.flags.append(flag)
+
+    def count(self, step):
+        before = self.total
+        for skipped in torch.stack(self.flags).tolist():
+            self.total, self.in_a_row = self.total + skipped, self.in_a_row + 1 if skipped else 0
+            self.longest = max(self.longest, self.in_a_row)
+        self.flags.clear()
+        if self.total > before:
+            what = 'they score nothing, or their loss or gradient is not finite'
+            warn(f'up to step {step}, {self.total - before} were skipped: {what}.')
+
+    def give_up(self, step, learning_rate, path):
+        """Ends the run with exit code 3. path: where its checkpoint would be."""
+        kept = f'{path} holds an earlier step' if os.path.exists(path) else 'there is no checkpoint yet'
+        what = f'{self.longest} steps in a row, up to step {step}, score nothing, or their loss or gradient is not finite'
+        raise fail(f'{what}; {kept}. Lower learning_rate={learning_rate}, or see --debug_nan=True.', 3)

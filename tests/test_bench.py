@@ -9,7 +9,8 @@ import torch
 
 import bench
 import prepare_data
-from model import build, count_flops
+from model import build
+from support.accounting import count_flops
 from train import TrainConfig, train
 
 ROOT = Path(bench.__file__).parent
@@ -51,7 +52,7 @@ def test_training_steps(capsys, more):
     assert all(v['floor'] > 1 for name, v in found.items() if name not in ('plain', 'textbook'))
 
 
-def test_the_share_of_a_gpus_operations(monkeypatch):
+def test_the_share_of_a_gpus_flops(monkeypatch):
     assert bench.speed(1000, 1e12, 0.5, 'cpu') == {'tokens_s': 2000}
     for name, mfu in (('NVIDIA H200', 0.5), ('NVIDIA H100 PCIe', 0.6541), ('NVIDIA H100 80GB HBM3', 0.5), ('Tesla T4', None)):
         monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device, name=name: name)
@@ -98,7 +99,7 @@ def test_the_textbook_computes_the_same():
 @pytest.mark.parametrize(
     'size',
     [
-        ['--only=lrt_interleaved_2', '--block_size=512'],
+        ['--only=lrt_interleaved_2', '--block_size=512', '--batch_size=2'],
         ['--only=t2mlr_4_4', '--n_layer=8', '--n_embd=384', '--n_head=6', '--batch_size=2'],
         ['--only=plain', '--vocab_size=8192', '--n_layer=7', '--batch_size=8'],
     ],
@@ -163,7 +164,7 @@ def test_the_loader(capsys, tmp_path):
     assert stop.value.code == 2 and 'holds no dataset' in capsys.readouterr().err
 
 
-def test_the_floor_is_the_count_of_operations(capsys):
+def test_the_floor_is_the_ratio_of_flops(capsys):
     config = bench.TrainBench()
     step, floor, _ = bench.training_step(config, 't2mlr_4_4', 'cpu')
     model = next(c.cell_contents for c in step.__closure__ if hasattr(c.cell_contents, 'blocks'))

@@ -15,9 +15,11 @@ from test_tasks import SMALL, examples_of, rows_of, short_run, write_rows
 
 import eval as evaluation
 from configurator import ConfigError
-from prepare_data import chat_meta, chat_tokens, decode, encode, tokenizer_meta
 from sample import Text
-from train import Dataset
+from support.chat import chat_meta, chat_tokens
+from support.data import Dataset
+from support.results import ResumableResults
+from support.tokens import decode, encode, tokenizer_meta
 
 tokenizers = pytest.importorskip('tokenizers', reason='tokenizers is an optional extra, in requirements-data.txt')
 SPECIALS = ['<|endoftext|>', '<s>', '</s>', '<|from|>', '<|said|>', '<|over|>', '>x']
@@ -204,7 +206,7 @@ def test_an_answer_ends_where_the_turn_does(tmp_path, instruct):
                 return logits
 
         settings = SimpleNamespace(max_batches=0, batch_size=8, exact='auto')
-        found = evaluation.score_answers(Model(), data, 'test', settings, evaluation.Kept(str(tmp_path / f'{end}.part'), {}))
+        found = evaluation.score_answers(Model(), data, 'test', settings, ResumableResults(str(tmp_path / f'{end}.part'), {}))
         assert found['exact_match'] == right and found['answers'] == len(examples)
     row = Text(meta, [])
     assert (

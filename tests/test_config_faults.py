@@ -20,7 +20,9 @@ import sample
 import train
 from configurator import ConfigError, parse
 from model import GPT, GPTConfig
-from train import DOCUMENT, Dataset, TrainConfig, read_checkpoint
+from support.checkpoint import read_checkpoint
+from support.data import DOCUMENT, Dataset
+from train import TrainConfig
 
 ROOT = Path(train.__file__).parent
 CONFIGS = sorted((ROOT / 'config').glob('*.py'))
@@ -91,16 +93,17 @@ def test_memory_is_cleared_exactly_at_documents(tmp_path, monkeypatch, tokenizer
     assert (tokens == document).sum() == meta['splits']['train']['documents']
     assert document == 256 or 256 in tokens  # which bytes take for the document token
 
-    def recorded(self, tokens, *rest):
-        made = site(self, tokens, *rest)
-        seen.append((tokens, made.keep.squeeze(-1)))
+    def recorded(self, tokens, recur_mask, state):
+        made = site(self, tokens, recur_mask, state)
+        if state is None:  # a state's first position has nothing to read, whatever its token
+            seen.append((tokens, made.reads.squeeze(-1)))
         return made
 
     monkeypatch.setattr(GPT, 'site', recorded)
     train.main([str(ROOT / 'config/text_t2mlr.py'), *SMALL, f'--data_dir={out}', f'--out_dir={tmp_path}/run'])
     assert any((tokens == document).any() for tokens, _ in seen)
-    for tokens, keep in seen:
-        assert torch.equal(keep, tokens != document)
+    for tokens, reads in seen:
+        assert torch.equal(reads, tokens != document)
     assert read_checkpoint(tmp_path / 'run/ckpt.pt')['config']['reset_token'] == document
 
 
@@ -231,7 +234,7 @@ def test_the_nearest_value_that_a_message_names_is_accepted(capsys, of):
 # Processes
 
 
-COMMANDS = ['train.py', 'sample.py', 'eval.py', 'bench.py train', '-m runs.retrofit update', '-m runs.soak']
+COMMANDS = ['train.py', 'sample.py', 'eval.py', 'bench.py train', '-m runs.retrofit step', '-m runs.soak']
 
 
 @functools.cache

@@ -20,8 +20,10 @@ from conftest import trial
 import prepare_data
 import train
 from configurator import ConfigError
-from prepare_data import decode, encode, load_tokenizer, tokenizer_meta
-from train import Dataset, Stream, TrainConfig
+from support import corpus, readers
+from support.data import Dataset, Stream
+from support.tokens import decode, encode, load_tokenizer, tokenizer_meta
+from train import TrainConfig
 
 ROOT = Path(prepare_data.__file__).parent
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -260,7 +262,7 @@ def shard_bytes(out):
 def test_every_document_of_a_corpus_comes_back(tmp_path, tokenizer, monkeypatch):
     documents = write_corpus(tmp_path / 's', 400, random.Random(5))
     settings = {'source': tmp_path / 's', 'tokenizer': tokenizer, 'val_fraction': 0.2}
-    monkeypatch.setattr(prepare_data, 'PIECE_LENGTH', 10_000)
+    monkeypatch.setattr(readers, 'PIECE_LENGTH', 10_000)
     make('fineweb_edu', out=tmp_path / 'd', workers=1, shard_tokens=5000, **settings)
     make('fineweb_edu', out=tmp_path / 'one', workers=1, **settings)
     train_split, val = (documents_of(tmp_path / 'd', split) for split in ('train', 'val'))
@@ -286,7 +288,7 @@ def test_many_restarts_and_workers_write_the_same_bytes(tmp_path):
     def command(out, workers):
         argv = ['fineweb_edu', f'--source={tmp_path}/s', f'--tokenizer={tmp_path}/tokenizer.json', f'--workers={workers}']
         argv += ['--shard_tokens=10000', '--val_fraction=0.1', f'--out={out}']
-        code = f'import prepare_data as p; p.PIECE_LENGTH = 4096; p.main({argv!r})'
+        code = f'import prepare_data; from support import readers; readers.PIECE_LENGTH = 4096; prepare_data.main({argv!r})'
         return [sys.executable, '-c', code]
 
     whole, out = tmp_path / 'whole', tmp_path / 'd'
@@ -322,7 +324,7 @@ def test_many_restarts_and_workers_write_the_same_bytes(tmp_path):
 
 def interrupted(monkeypatch, after, **settings):
     """A run that dies when it saves its position for the (after + 1)-th time."""
-    calls, real = [], prepare_data.write_json
+    calls, real = [], corpus.write_json
 
     def dying(path, value):
         calls.append(path)
@@ -331,7 +333,7 @@ def interrupted(monkeypatch, after, **settings):
         real(path, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, 'write_json', dying)
+        patch.setattr(corpus, 'write_json', dying)
         with pytest.raises(SystemExit) as stop:
             make('fineweb_edu', **settings)
     assert stop.value.code == 130
@@ -339,7 +341,7 @@ def interrupted(monkeypatch, after, **settings):
 
 def test_unfinished_work_is_checked_before_it_goes_on(tmp_path, monkeypatch, capsys):
     write_corpus(tmp_path / 's', 300, random.Random(7))
-    monkeypatch.setattr(prepare_data, 'PIECE_LENGTH', 5000)
+    monkeypatch.setattr(readers, 'PIECE_LENGTH', 5000)
     out = tmp_path / 'd'
     settings = {'source': tmp_path / 's', 'tokenizer': 'bytes', 'workers': 1, 'shard_tokens': 10_000, 'val_fraction': 0.2}
     make('fineweb_edu', out=tmp_path / 'whole', **settings)
@@ -385,7 +387,7 @@ def test_unfinished_work_is_checked_before_it_goes_on(tmp_path, monkeypatch, cap
 
 def test_a_limit_takes_the_documents_that_fit(tmp_path, monkeypatch):
     documents = write_corpus(tmp_path / 's', 300, random.Random(8))
-    monkeypatch.setattr(prepare_data, 'PIECE_LENGTH', 3000)
+    monkeypatch.setattr(readers, 'PIECE_LENGTH', 3000)
     settings = {'source': tmp_path / 's', 'tokenizer': 'bytes', 'shard_tokens': 2000, 'val_fraction': 0.2, 'workers': 1}
     make('fineweb_edu', out=tmp_path / 'd', limit_tokens=20_000, **settings)
     found = documents_of(tmp_path / 'd', 'train') + documents_of(tmp_path / 'd', 'val')
@@ -528,7 +530,7 @@ def test_document_rows_start_at_documents(folders, tmp_path):
     """Each row starts at a document, every document is drawn, and batches stay a pure function."""
     config = small_config(folders / 'shards', tmp_path / 'out', document_rows=True, reset_token=256, document_attention=True)
     data, again = Dataset(config.data_dir), Dataset(config.data_dir)
-    data.fit(config), again.fit(config)
+    data.complete(config), again.complete(config)
     stream = data.split('train')[:]
     starts = [i for i in np.flatnonzero(stream == 256) if i + 24 < len(stream)]
     rows = [data.rows('train', 1, step, 32, 24) for step in range(100)]
@@ -548,7 +550,7 @@ def test_document_rows_start_at_documents(folders, tmp_path):
             train.train(replace(config, **changed, out_dir=str(tmp_path / 'none')))
     make('s5', group=2, retrieval=False, steps='3-6', n_train=20, n_val=8, n_test=8, out=tmp_path / 'task')
     with pytest.raises(ConfigError, match='a text, not a task'):
-        train.train(replace(config, data_dir=str(tmp_path / 'task'), out_dir=str(tmp_path / 'none')))
+        train.train(replace(config, reset_token=-1, data_dir=str(tmp_path / 'task'), out_dir=str(tmp_path / 'none')))
 
 
 def test_damaged_shards_are_one_sentence(folders, tmp_path):

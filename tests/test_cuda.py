@@ -15,11 +15,14 @@ from torch.nn.attention.flex_attention import create_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model as model_file
-from model import SEQUENTIAL, GPTConfig, Schedule, build
+from model import GPTConfig, build
+from schedule import SEQUENTIAL, Schedule
 from support import flex as flex_file
+from support import masks as mask_file
 from support.flex import choose_flex, flex_problem
-from train import TrainConfig, make_optimizers, update
+from support.optimizers import freeze_base as freeze
+from support.optimizers import make_optimizers, step_optimizers
+from train import TrainConfig
 
 # The float32 list of CUDA's autocast, as far as a model may use it; the lists of the CPU lack most of it.
 IN_FLOAT32 = [torch.rms_norm, F.rms_norm, F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss]
@@ -172,8 +175,8 @@ def test_a_step_has_the_host_wait_for_nothing(recurrence, freeze_base, optimizer
     """Two micro-batches, clipping and the optimisers, on tensors of the device alone; masks and counts included."""
     config = TrainConfig(optimizer=optimizer, freeze_base=freeze_base)
     model = small_model(recurrence, 'nanochat')
-    for name, p in model.named_parameters():
-        p.requires_grad_(model_file.is_recurrence(name) or not freeze_base)
+    if freeze_base:
+        freeze(model)
     optimizers = make_optimizers(model, config, 'cpu')
     batches = [draw_batch(seed, T=9, B=2)[:2] for seed in range(2)]
     for schedule in (SCHEDULES['jacobi'], SCHEDULES['interleaved'], SCHEDULES['chunked']):
@@ -184,7 +187,7 @@ def test_a_step_has_the_host_wait_for_nothing(recurrence, freeze_base, optimizer
                 loss, _ = model(tokens, targets, schedule, None, counts, changes=changes)
                 loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            update(optimizers, ~norm.isfinite())
+            step_optimizers(optimizers, ~norm.isfinite())
 
 
 # Masks
@@ -193,8 +196,8 @@ def test_a_step_has_the_host_wait_for_nothing(recurrence, freeze_base, optimizer
 def test_masks_of_shapes_are_made_once(monkeypatch):
     """Passes of one shape share a mask for as long as the model lives; a mask that depends on documents is made for its batch;
     the number kept is bounded, whatever the lengths."""
-    made, attention_mask = [], model_file.attention_mask
-    monkeypatch.setattr(model_file, 'attention_mask', lambda *args: made.append(args) or attention_mask(*args))
+    made, attention_mask = [], mask_file.attention_mask
+    monkeypatch.setattr(mask_file, 'attention_mask', lambda *args: made.append(args) or attention_mask(*args))
     model = small_model('lrt', 'nanochat', block_size=128)
     tokens, targets, _ = draw_batch(0, T=9, B=2)
     with torch.inference_mode():  # a mask made here serves a later backward
@@ -216,7 +219,7 @@ def test_masks_of_shapes_are_made_once(monkeypatch):
 
 def test_single_positions_take_plain_attention(monkeypatch):
     """Under FlexAttention too: a block mask of one row costs the host more than the attention of that row."""
-    monkeypatch.setattr(model_file, 'create_block_mask', None)  # whoever calls it fails
+    monkeypatch.setattr(mask_file, 'create_block_mask', None)  # whoever calls it fails
     model = small_model('t2mlr', 'llama')
     tokens, _, _ = draw_batch(0, T=9, B=2)
     plain = model(tokens, schedule=SEQUENTIAL)

@@ -7,19 +7,22 @@ import os
 import random
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from test_chat import TEMPLATES, write_instruct
 from test_corpora import documents_of, interrupted, make, random_text, refuse, shard_bytes, write_tokenizer
 from test_tasks import SMALL, rows_of, write_rows
 
 import bench
-import prepare_data
-import sample
 from configurator import ConfigError
-from prepare_data import chat_meta, chat_tokens, decode, encode, tokenizer_meta
-from train import Dataset
+from support import loading, readers
+from support.chat import chat_meta, chat_tokens, special_tokens
+from support.data import Dataset
+from support.files import find_files
+from support.tokens import decode, encode, tokenizer_meta
 
 CORPUS = {'tokenizer': 'bytes', 'workers': 1, 'val_fraction': 0.3}
 
@@ -62,7 +65,7 @@ def test_linked_folders_are_searched_once_each(tmp_path, dataset, capsys):
     for i, source in enumerate((tmp_path / 's', tmp_path / 's/**/*.txt', f'{tmp_path}/o,{tmp_path}/s,{tmp_path}/s/again')):
         make(dataset, source=source, out=tmp_path / f'd{i}', **settings)
         assert both(tmp_path / f'd{i}') == sorted([b'one', b'two', b'three', b'four', b'three'])
-    found = prepare_data.find_files(prepare_data.TextConfig(source=str(tmp_path / 's')))
+    found = find_files(str(tmp_path / 's'))
     assert f'{tmp_path}/s/real/a.txt' in found
     (tmp_path / 'o/lost').symlink_to('nowhere')
     refuse(capsys, 'o/lost is a link that leads nowhere', dataset, source=tmp_path / 'o', out=tmp_path / 'e', **settings)
@@ -100,7 +103,7 @@ def test_packed_and_json_files_are_the_same_corpus(tmp_path, capsys, monkeypatch
     long = ''.join(random_text(rng) for _ in range(300)).encode()
     lines = jsonl(texts)
     as_list = json.dumps([{'text': text} for text in texts], indent=1).encode()
-    monkeypatch.setattr(prepare_data, 'PIECE_LENGTH', 3000)
+    monkeypatch.setattr(readers, 'PIECE_LENGTH', 3000)
     forms = {'plain': ('a.jsonl', 'b.txt', lines), 'list': ('a.json', 'b.txt', as_list), 'lines': ('a.json', 'b.txt', lines)}
     forms |= {
         'gz': ('a.jsonl.gz', 'b.txt.gz', lines),
@@ -189,12 +192,12 @@ def test_the_end_of_a_single_text_is_val(tmp_path, monkeypatch, fraction):
     assert documents_of(tmp_path / 'copies', 'train') == [train] * 2 and documents_of(tmp_path / 'copies', 'val') == [val] * 2
     settings = CORPUS | {'val_fraction': fraction, 'shard_tokens': 2000}
     for size in (700, 4096, 2**20):
-        monkeypatch.setattr(prepare_data, 'PIECE_LENGTH', size)
+        monkeypatch.setattr(readers, 'PIECE_LENGTH', size)
         for name in ('one.txt', 'one.txt.gz'):
             out = tmp_path / f'{size}-{name}'
             make('fineweb_edu', source=tmp_path / name, out=out, **settings)
             assert documents_of(out, 'train') == [train] and documents_of(out, 'val') == [val]
-    monkeypatch.setattr(prepare_data, 'PIECE_LENGTH', 700)
+    monkeypatch.setattr(readers, 'PIECE_LENGTH', 700)
     for after in (1, 2, 4):
         interrupted(monkeypatch, after, source=tmp_path / 'one.txt', out=tmp_path / f'r{after}', **settings)
         make('fineweb_edu', source=tmp_path / 'one.txt', out=tmp_path / f'r{after}', **settings)
@@ -242,7 +245,7 @@ def test_documents_that_cannot_be_kept_are_kept_out_and_named(tmp_path, monkeypa
     parquet.write_table(pyarrow.table({'text': rows}), tmp_path / 's/a.parquet', row_group_size=16)
     lines = jsonl([*some(30), None, '\ud800', *some(9), LOSSY * 3]) + b'\n\n'
     write(tmp_path / 's', {'b.jsonl': lines, 'c.txt': LOSSY.encode(), 'd.txt': some(1)[0].encode()})
-    monkeypatch.setattr(prepare_data, 'PIECE_LENGTH', 300)
+    monkeypatch.setattr(readers, 'PIECE_LENGTH', 300)
     settings = {'source': tmp_path / 's', 'tokenizer': composing_tokenizer(tmp_path), 'val_fraction': 0.3, 'shard_tokens': 1000}
     make('fineweb_edu', out=tmp_path / 'd', workers=1, **settings)
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith('kept out'))
@@ -268,7 +271,7 @@ def test_documents_that_cannot_be_kept_are_kept_out_and_named(tmp_path, monkeypa
 
 
 def test_a_corpus_of_losses_ends_early(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prepare_data, 'PIECE_LENGTH', 1000)
+    monkeypatch.setattr(readers, 'PIECE_LENGTH', 1000)
     write(tmp_path, {'a.jsonl': jsonl([LOSSY] * 5000) + b'\nnever read'})
     said = 'cannot be kept, above max_lost=0.1: '
     refuse(capsys, said, source=tmp_path / 'a.jsonl', tokenizer=composing_tokenizer(tmp_path), workers=1, out=tmp_path / 'd')
@@ -276,7 +279,7 @@ def test_a_corpus_of_losses_ends_early(tmp_path, capsys, monkeypatch):
 
 def test_what_follows_a_lost_piece_is_another_document(tmp_path, monkeypatch):
     """Also where a restart begins after the lost piece."""
-    monkeypatch.setattr(prepare_data, 'PIECE_LENGTH', 2000)
+    monkeypatch.setattr(readers, 'PIECE_LENGTH', 2000)
     rng = random.Random(4)
     rows = [''.join(rng.choices('bcdfghjk', k=45)) for _ in range(40)]  # they and the first piece of the text are one batch
     pieces = [''.join(rng.choices('bcdfghjk', k=2000)) for _ in range(12)]
@@ -383,7 +386,7 @@ def test_a_token_that_divides_turns_is_no_document_token(tmp_path):
     folder = write_instruct(tmp_path / 'a', TEMPLATES['plain'], bos_token='<|from|>', eos_token='<|over|>')
     meta = tokenizer_meta(str(folder))
     meta |= chat_meta(str(folder), meta['tokenizer_json'])
-    ids = prepare_data.special_tokens(meta['tokenizer_json'])[0]
+    ids = special_tokens(meta['tokenizer_json'])[0]
     assert meta['document_token'] == ids['<|endoftext|>'] and meta['stop_token'] == ids['<|over|>']
 
 
@@ -412,14 +415,16 @@ def test_a_template_gets_a_fixed_date(tmp_path, capsys):
 
 def test_without_chat_a_template_that_cannot_be_used_is_no_hindrance(tmp_path, monkeypatch):
     folder = write_instruct(tmp_path / 'a', '{{ raise_exception("no") }}')
-    monkeypatch.setattr(sample, 'build', lambda config: sample.torch.nn.Linear(1, 1))
-    monkeypatch.setattr(sample, 'GPTConfig', lambda **settings: None)
-    monkeypatch.setattr(sample, 'pretrained_config', lambda folder, most: {})
-    monkeypatch.setattr(sample, 'load_pretrained', lambda model, folder: None)
-    monkeypatch.setattr(sample, 'pretrained_folder', lambda name: name)
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(vocab_size=0)
+    monkeypatch.setattr(loading, 'build', lambda config: model)
+    monkeypatch.setattr(loading, 'GPTConfig', lambda **settings: None)
+    monkeypatch.setattr(loading, 'pretrained_config', lambda folder, most: {})
+    monkeypatch.setattr(loading, 'load_pretrained', lambda model, folder: None)
+    monkeypatch.setattr(loading, 'pretrained_folder', lambda name: name)
     with pytest.raises(ConfigError, match='--chat=False'):
-        sample.load(f'hf:{folder}')
-    meta = sample.load(f'hf:{folder}', chat=False)[1]['meta']
+        loading.load(f'hf:{folder}')
+    meta = loading.load(f'hf:{folder}', chat=False)[1]['meta']
     assert 'chat_template' not in meta and encode(meta, 'the cat')
 
 

@@ -10,9 +10,14 @@ import torch.nn.functional as F
 
 import eval as evaluation
 import prepare_data
-from model import GPT, SEQUENTIAL, Schedule, count_flops
-from sample import load_model
-from train import Dataset, TrainConfig, train
+from model import GPT
+from schedule import SEQUENTIAL, Schedule
+from support.accounting import count_flops
+from support.data import Dataset
+from support.harness import harness, score_continuations
+from support.loading import load_model
+from support.results import ResumableResults
+from train import TrainConfig, train
 
 BASE = dict(n_layer=2, n_head=2, n_embd=16, device='cpu', threads=1, batch_size=4, max_steps=30, warmup_steps=5)
 BASE |= dict(learning_rate=1e-2, eval_exact_batches=0, eval_batches=1)
@@ -410,11 +415,11 @@ def test_continuations_are_scored_as_by_hand(runs, name):
             expected.append((total, all(p[at].argmax().item() == ids[at + 1] for at in places)))
         best = model(torch.tensor([[256, 97]]), schedule=SEQUENTIAL)[0, -1].argmax().item()
         for batch_size in (1, 3, 64):
-            found = evaluation.score_continuations(model, pairs, batch_size)
-            reverse = evaluation.score_continuations(model, pairs[::-1], batch_size)[::-1]
+            found = score_continuations(model, pairs, batch_size)
+            reverse = score_continuations(model, pairs[::-1], batch_size)[::-1]
             for (a, greedy), (b, also), (c, wanted) in zip(found, reverse, expected, strict=True):
                 assert a == pytest.approx(c, abs=1e-6) and b == pytest.approx(c, abs=1e-6) and greedy == also == wanted
-        assert evaluation.score_continuations(model, [([256, 97], [best])], 1)[0][1]
+        assert score_continuations(model, [([256, 97], [best])], 1)[0][1]
 
 
 def test_the_harness_of_a_local_task(runs, capsys, tmp_path):
@@ -425,7 +430,7 @@ def test_the_harness_of_a_local_task(runs, capsys, tmp_path):
     out = runs['text', 't2mlr']
     model, checkpoint = load_model(str(out / 'ckpt.pt'))
     meta = checkpoint['meta']
-    lm = evaluation.harness(model, meta, 4, evaluation.Kept(str(tmp_path / 'part'), {}))
+    lm = harness(model, meta, 4, ResumableResults(str(tmp_path / 'part'), {}), evaluation.continue_prompts)
 
     def ask(kind, *arguments):
         with torch.inference_mode():
@@ -514,7 +519,7 @@ def test_answers_are_those_decoded_one_by_one(capsys, tmp_path, name, recurs):
 
 @pytest.mark.parametrize('kind', ['task', 'text'])
 @pytest.mark.parametrize('after', [0, 1, 4])
-@pytest.mark.fault('an evaluation is interrupted', 'it goes on, same numbers')
+@pytest.mark.fault('an evaluation is interrupted', 'it continues, same numbers')
 def test_an_interrupted_evaluation_goes_on(runs, capsys, monkeypatch, kind, after):
     """Stopped after some batches, with its last line cut short: the rest is measured and the result is the same; what belongs
     to another checkpoint or to other settings is not taken."""
@@ -554,14 +559,14 @@ def test_two_evaluations_at_once_keep_apart(tmp_path):
     path = str(tmp_path / 'part')
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        both = [evaluation.Kept(path, {'batch_size': i}) for i in range(2)]
+        both = [ResumableResults(path, {'batch_size': i}) for i in range(2)]
         for low in range(6):
             i = int(rng.integers(2))
             both[i].add('answers', low, [i, low])
         with open(path, 'a') as f:
             f.write(('', '5\n', 'null\n', '{}\n', '[[], 0, 0, 0]\n', '["cut sho', '\0\0')[seed % 7])
         for i in range(2):
-            again = evaluation.Kept(path, {'batch_size': i})
-            assert all(value == [i, low] for (_, low), value in again.found.items())
+            again = ResumableResults(path, {'batch_size': i})
+            assert all(value == [i, low] for (_, low), value in again.measured.items())
             assert list(again.batches('answers', range(6), lambda low, i=i: [i, low])) == [[i, low] for low in range(6)]
-        assert not evaluation.Kept(path, {'batch_size': 2}).found
+        assert not ResumableResults(path, {'batch_size': 2}).measured

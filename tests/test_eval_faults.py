@@ -12,10 +12,17 @@ from conftest import trial
 
 import eval as evaluation
 import prepare_data
-from eval import extract_answer, same_answer
-from model import SEQUENTIAL, GPTConfig, Schedule, build
-from prepare_data import encode, tokenizer_meta
-from train import Dataset, TrainConfig, train
+from model import GPTConfig, build
+from schedule import SEQUENTIAL, Schedule
+from support import loss
+from support.answers import extract_answer, same_answer
+from support.data import Dataset
+from support.figures import print_result
+from support.harness import harness, score_continuations, split_request
+from support.loss import score_tokens, token_nll
+from support.results import ResumableResults
+from support.tokens import encode, tokenizer_meta
+from train import TrainConfig, train
 
 MODELS = {
     'transformer': {},
@@ -66,7 +73,7 @@ def test_the_end_of_a_text_is_scored(tmp_path, name, exact):
                 path = tmp_path / f'{n}-{which}-{batch_size}.part'
 
                 def measure(config=config, data=data, schedule=schedule, path=path):
-                    return evaluation.score_text(model, data, 'val', schedule, config, evaluation.Kept(str(path), {}))
+                    return evaluation.score_text(model, data, 'val', schedule, config, ResumableResults(str(path), {}))
 
                 found = measure()
                 assert found['tokens'] == scored
@@ -82,7 +89,7 @@ def test_a_limit_takes_whole_windows(tmp_path):
     model, data = small_model('transformer'), text_of(tmp_path / 'text', np.arange(16 * 5 + 9) % 256)
     for max_batches, expected in ((1, 32), (2, 64), (3, 88), (9, 88), (0, 88)):  # of two windows each
         config = SimpleNamespace(batch_size=2, max_batches=max_batches, passes=False, exact='auto')
-        kept = evaluation.Kept(str(tmp_path / f'{max_batches}.part'), {})
+        kept = ResumableResults(str(tmp_path / f'{max_batches}.part'), {})
         assert evaluation.score_text(model, data, 'val', Schedule(), config, kept)['tokens'] == expected
 
 
@@ -90,7 +97,7 @@ def test_positions_with_nothing_to_score_are_left_out(tmp_path):
     """Instead of a quotient of zeros, which is no JSON."""
     model, data = small_model('transformer'), text_of(tmp_path / 'text', [65, 66, 256, 67, 68])
     config = SimpleNamespace(batch_size=2, max_batches=0, passes=False, exact='auto')
-    found = evaluation.score_text(model, data, 'val', Schedule(), config, evaluation.Kept(str(tmp_path / 'part'), {}))
+    found = evaluation.score_text(model, data, 'val', Schedule(), config, ResumableResults(str(tmp_path / 'part'), {}))
     assert list(found['by_position']) == ['0-0', '2-3'] and all(map(math.isfinite, found['by_position'].values()))
 
 
@@ -106,13 +113,13 @@ def test_logits_are_made_a_few_positions_at_a_time(name, monkeypatch):
     whole = model.logits
     monkeypatch.setattr(model, 'logits', lambda hidden: made.append(whole(hidden)) or made[-1])
     for limit in (1, 257 * 3, 257 * 50, 2**25):
-        monkeypatch.setattr(evaluation, 'LOGITS_AT_ONCE', limit)
+        monkeypatch.setattr(loss, 'LOGITS_AT_ONCE', limit)
         made.clear()
-        lost, hit = evaluation.score_tokens(model, model(x, schedule=SEQUENTIAL, logits_from=None), y)
+        lost, hit = score_tokens(model, model(x, schedule=SEQUENTIAL, logits_from=None), y)
         assert torch.equal(hit, logits.argmax(-1) == y)
         torch.testing.assert_close(lost, expected, rtol=1e-5, atol=1e-6)
         assert max(part.numel() for part in made) <= max(limit, 257) and sum(len(part) for part in made) == y.numel()
-        torch.testing.assert_close(evaluation.nats(model, x, y, SEQUENTIAL), lost, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(token_nll(model, x, y, SEQUENTIAL), lost, rtol=1e-6, atol=1e-6)
 
 
 # Answers
@@ -183,7 +190,7 @@ def test_answers_that_go_on_and_answers_that_are_cut(asked, tmp_path, capsys):
         texts[prompt] = [256 if byte == 0 else byte for byte in forms[i % 4].format(answer).encode()]
     config = SimpleNamespace(batch_size=5, max_batches=0, exact='auto')
     for half in (False, True):  # measured whole, and continued half way without asking again what is kept
-        kept, model = evaluation.Kept(str(tmp_path / 'part'), {}), Told(texts)
+        kept, model = ResumableResults(str(tmp_path / 'part'), {}), Told(texts)
         found = evaluation.score_answers(model, data, 'test', config, kept)
         assert found['exact_match'] == 0.5 and found['answers'] == 12 and found['cut'] == 6
         if not half:
@@ -198,7 +205,7 @@ def test_answers_that_go_on_and_answers_that_are_cut(asked, tmp_path, capsys):
         prompt, target = bytes(prompts[i][1:]).decode().rstrip(), answers[i]
         assert f'prompt: {prompt}\nanswer: ' in out and f'\ntarget: {target}\n' in out
     assert '77' not in out.partition('example 2')[2].partition('target')[0]  # it was never generated
-    evaluation.report({'checkpoint': '', 'update': 1, 'data': '', 'split': 'test', 'decoded': found})
+    print_result({'checkpoint': '', 'update': 1, 'data': '', 'split': 'test', 'decoded': found})
     assert '12 answers, 6 cut' in capsys.readouterr().out
 
 
@@ -206,7 +213,7 @@ def test_a_response_ends_behind_the_line_of_its_answer(asked, tmp_path):
     data, prompts, answers = asked
     texts = {p: f'#### {a}\n and so on'.encode() for p, a in zip(prompts, answers, strict=True)}
     model, config = Told(texts), SimpleNamespace(batch_size=12, max_batches=0, exact='auto')
-    found = evaluation.score_answers(model, data, 'test', config, evaluation.Kept(str(tmp_path / 'part'), {}))
+    found = evaluation.score_answers(model, data, 'test', config, ResumableResults(str(tmp_path / 'part'), {}))
     assert found['exact_match'] == 1 and found['cut'] == 0
     assert model.asked == max(len(f'#### {a}\n') for a in answers)
 
@@ -257,14 +264,14 @@ def test_every_request_has_a_token_to_score(tmp_path):
     """The whole text is what is read, and its split is that behind the tokens of the context where any are left."""
     for meta in (merging_tokenizer(tmp_path), {'tokenizer': 'bytes'}):
         for context, continuation in REQUESTS:
-            before, scored = evaluation.split_request(meta, context, continuation)
+            before, scored = split_request(meta, context, continuation)
             assert before + scored == encode(meta, context + continuation) and scored
             n = len(encode(meta, context.rstrip()))
             if n < len(before + scored):
                 assert len(before) == n
             else:
                 assert len(scored) == 1
-        assert evaluation.split_request(meta, '', '') == ([], [])
+        assert split_request(meta, '', '') == ([], [])
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -274,7 +281,7 @@ def test_continuations_longer_than_the_context_and_empty_ones(name):
     ids = torch.randint(256, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     pairs = [([256], ids), (ids[:20], ids[20:]), ([256], []), (ids[:3], ids[3:5])]
     for batch_size in (1, 3):
-        found = evaluation.score_continuations(model, pairs, batch_size)
+        found = score_continuations(model, pairs, batch_size)
         for (context, continuation), (total, greedy) in zip(pairs, found, strict=True):
             row, expected, hit = context + continuation, 0.0, bool(continuation)
             for start in range(len(context), len(row), 16):
@@ -297,16 +304,16 @@ def test_one_request_does_not_end_the_harness(tmp_path, capsys):
     for context, continuation in (request for request in REQUESTS if request[0]):
         _, scored = TemplateLM._encode_pair(theirs, context, continuation)  # the split of the harness's own classes
         if scored:  # else they stop
-            scored_alike += scored == evaluation.split_request(meta, context, continuation)[1]
+            scored_alike += scored == split_request(meta, context, continuation)[1]
         else:
-            assert len(evaluation.split_request(meta, context, continuation)[1]) == 1
+            assert len(split_request(meta, context, continuation)[1]) == 1
     assert scored_alike == 4
     torch.manual_seed(0)
     model = build(GPTConfig(vocab_size=meta['vocab_size'], n_layer=2, n_head=2, n_embd=16, block_size=16)).eval()
     requests = [*REQUESTS, ('', ''), ('A', ' rainy' * 40)]
     found = []
     for _ in range(2):  # the second takes all from the file
-        lm = evaluation.harness(model, meta, 4, evaluation.Kept(str(tmp_path / 'part'), {}))
+        lm = harness(model, meta, 4, ResumableResults(str(tmp_path / 'part'), {}), None)
         with torch.inference_mode():
             found.append(lm.loglikelihood([Instance('loglikelihood', {}, args, i) for i, args in enumerate(requests)]))
             assert all(

@@ -15,7 +15,9 @@ from test_train import ARCHITECTURES, ROOT, folders, launch, losses, same_bits, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from support.optimizers import Muon, assign, orthogonalize
+from model import build
+from support.checkpoint import load_optimizers, read_checkpoint
+from support.optimizers import Muon, assign, make_optimizers, orthogonalize, step_optimizers
 
 SHAPES = [(16, 16)] * 4 + [(13, 7)] * 3 + [(64, 16), (16, 64), (64, 16), (5, 1), (1, 9), (1, 1), (33, 17)]
 VIEWS = ('view', 'transpose', 'unbind', 'split', 'slice', 'expand', 'detach', 'profiler')
@@ -76,7 +78,7 @@ def test_muon_is_that_of_torch(dtype):
         for make in (torch_muon, lambda matrices: Muon(groups(matrices), lr=0.1)):
             continued = copy.deepcopy(ours)
             optimizer = make(continued)
-            train.load_optimizer(optimizer, copy.deepcopy(saved))
+            load_optimizers([optimizer], {'optimizers': [copy.deepcopy(saved)], 'rng': torch.get_rng_state()})
             steps(optimizer, range(10, 15))
             whole = copy.deepcopy(theirs)
             reference = torch_muon(whole)
@@ -93,15 +95,15 @@ def test_a_bad_step_changes_nothing_and_no_step_waits(optimizer, poison, dtype):
     host reads no value in either."""
     config = train.TrainConfig(vocab_size=16, n_layer=2, n_embd=16, n_head=2, block_size=8, optimizer=optimizer)
     torch.manual_seed(0)
-    model = train.build(config).to(dtype)
-    optimizers = train.make_optimizers(model, config, 'cpu')
+    model = build(config).to(dtype)
+    optimizers = make_optimizers(model, config, 'cpu')
 
     def step(bad):
         for p in model.parameters():
             p.grad = torch.randn_like(p)
             p.grad.view(-1)[0] = poison if bad else 1.0
         with Launches():
-            train.update(optimizers, torch.tensor(bad))
+            step_optimizers(optimizers, torch.tensor(bad))
         return copy.deepcopy((list(model.parameters()), [o.state_dict() for o in optimizers]))
 
     before = step(False)
@@ -211,7 +213,7 @@ def test_checkpoints_go_from_one_process_to_two_and_back(folders, tmp_path):  # 
     assert done.returncode == 0, done.stderr
     train.train(replace(config, init_from='resume'))
     np.testing.assert_allclose(losses(tmp_path / 'mixed'), losses(tmp_path / 'one'), rtol=1e-9, atol=1e-9)
-    mixed, one = (train.read_checkpoint(tmp_path / out / 'ckpt.pt')['optimizers'][1]['state'] for out in ('mixed', 'one'))
+    mixed, one = (read_checkpoint(tmp_path / out / 'ckpt.pt')['optimizers'][1]['state'] for out in ('mixed', 'one'))
     assert mixed.keys() == one.keys()
     for number, state in one.items():
         torch.testing.assert_close(mixed[number]['momentum_buffer'], state['momentum_buffer'], rtol=1e-9, atol=1e-9)

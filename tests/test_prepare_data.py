@@ -16,7 +16,9 @@ import pytest
 
 import prepare_data
 from configurator import ConfigError
-from prepare_data import S5Config, count_examples, decode, draw_examples, encode, plan, token_dtype
+from prepare_data import S5Config, count_examples, draw_examples, plan_splits
+from support.files import find_files
+from support.tokens import decode, encode, token_dtype
 
 SMALL = {'n_train': 60, 'n_val': 20, 'n_test': 20}
 
@@ -207,24 +209,24 @@ def test_a_whole_space_can_be_used_up_and_not_one_more(tmp_path, capsys):
 
 
 def test_lengths_are_even_where_supply_allows():
-    shares = plan(S5Config(group=3, retrieval=False, steps='1-8', n_train=10_000))
+    shares = plan_splits(S5Config(group=3, retrieval=False, steps='1-8', n_train=10_000))
     for split, wanted in (('train', 10_000), ('val', 2_000), ('test', 2_000)):
         assert sum(shares[split].values()) == wanted and min(shares[split].values()) > 0
         rich = [shares[split][s] for s in range(6, 9)]
         assert max(rich) - min(rich) <= 1 and max(shares[split].values()) == max(rich)
-    longer = plan(S5Config(group=3, retrieval=False, steps='4-6', test_steps='1-12', n_train=1_000, n_val=9, n_test=500))
+    longer = plan_splits(S5Config(group=3, retrieval=False, steps='4-6', test_steps='1-12', n_train=1_000, n_val=9, n_test=500))
     assert longer['test'][1] == 6, 'nothing of a length that only test has is kept back'
 
 
 def test_a_length_bias_favours_short_examples_where_supply_allows():
     settings = {'group': 3, 'steps': '3-10', 'n_train': 10_000}
     for bias in (0.5, 1.0, 3.0):
-        share = plan(S5Config(length_bias=bias, **settings))['train']
+        share = plan_splits(S5Config(length_bias=bias, **settings))['train']
         expected = {s: s**-bias for s in range(3, 11)}
         assert sum(share.values()) == 10_000
         for s in share:
             assert abs(share[s] - 10_000 * expected[s] / sum(expected.values())) < 2
-    scarce = plan(S5Config(length_bias=2.0, group=3, retrieval=False, steps='1-8', n_train=10_000))
+    scarce = plan_splits(S5Config(length_bias=2.0, group=3, retrieval=False, steps='1-8', n_train=10_000))
     for split, wanted in (('train', 10_000), ('val', 2_000), ('test', 2_000)):
         assert sum(scarce[split].values()) == wanted and scarce[split][1] < scarce[split][5] > scarce[split][8]
 
@@ -385,7 +387,7 @@ def test_the_standard_library_is_several_megabytes_without_tests_or_machine_path
     assert meta['splits']['train']['tokens'] > 4e6 and meta['splits']['val']['tokens'] > 1e5
     assert meta['source'].startswith('Python standard library 3.')
     assert sys.prefix not in (tmp_path / 'd/meta.json').read_text()
-    assert not any('test' in p.split(os.sep)[-2:-1] for p in prepare_data.find_files(prepare_data.TextConfig()))
+    assert not any('test' in p.split(os.sep)[-2:-1] for p in find_files(''))
 
 
 # Tokens

@@ -18,10 +18,16 @@ from conftest import trial
 import prepare_data
 import sample
 from configurator import ConfigError
-from model import SEQUENTIAL, GPTConfig, Schedule, build, load_pretrained, pretrained_config
-from prepare_data import chat_tokens, encode, tokenizer_meta
-from sample import Decoder, SampleConfig, generate, load_folder, load_model
-from train import Dataset, TrainConfig, read_checkpoint, train
+from model import GPTConfig, build
+from sample import Decoder, SampleConfig, generate
+from schedule import SEQUENTIAL, Schedule
+from support.chat import chat_meta, chat_tokens
+from support.checkpoint import read_checkpoint
+from support.data import Dataset
+from support.loading import load_folder, load_model
+from support.pretrained import load_pretrained, pretrained_config
+from support.tokens import encode, tokenizer_meta
+from train import TrainConfig, take_pretrained_settings, train
 
 transformers = pytest.importorskip('transformers', reason='transformers is an optional extra, and the yardstick here')
 tokenizers = pytest.importorskip('tokenizers', reason='tokenizers is an optional extra')
@@ -229,7 +235,7 @@ def test_a_retrofit_trains_and_resumes(tmp_path, recurrence):
     settings = dict(data_dir=f'{tmp_path}/data', out_dir=f'{tmp_path}/run', init_from=f'hf:{tmp_path}/base', block_size=32)
     settings |= dict(batch_size=4, warmup_steps=0, device='cpu', threads=1, log_interval=1, eval_batches=1) | recurrence
     config = TrainConfig(**settings, max_steps=4)
-    config.check()
+    take_pretrained_settings(config)
     assert config.n_layer == 3 and config.family == 'llama' and config.vocab_size == 300
     train(config)
     lines = [json.loads(line) for line in (tmp_path / 'run' / 'log.jsonl').read_text().splitlines()]
@@ -313,17 +319,32 @@ def test_our_own_export_comes_back(runs, tmp_path, capsys, name):
     changed = dict(data_dir=str(runs['base'].parent / 'data'), out_dir=str(tmp_path / 'run'), device='cpu', threads=1)
     changed['learning_rate'] = 0.0
     config = TrainConfig(init_from=f'hf:{tmp_path}/out', block_size=16, batch_size=4, max_steps=1, warmup_steps=0, **changed)
-    config.check()
+    take_pretrained_settings(config)
     assert config.block_size == 16 and config.recurrence == model.config.recurrence
     if name != 'lstm':  # how the new data mark documents is for the new settings to say
         about = {'reset_token': 256, 'document_attention': True}
         other = TrainConfig(init_from=config.init_from, **about)
         for _ in range(2):
-            other.check()
+            take_pretrained_settings(other)
             assert {k: getattr(other, k) for k in about} == about and other.recurrence == model.config.recurrence
     train(config)
     trained = read_checkpoint(tmp_path / 'run' / 'ckpt.pt')['model']
     assert all(torch.equal(trained[n], p) for n, p in model.state_dict().items())
+
+
+def test_an_export_of_an_earlier_version_comes_back(runs, tmp_path, capsys):
+    """A key that is gone is no obstacle where it said what this code does anyway; any other unknown key is."""
+    exported(capsys, runs['t2mlr'], tmp_path / 'out')
+    model, path = load_folder(str(tmp_path / 'out'))[0], tmp_path / 'out' / 'config.json'
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {'settings': config['settings'] | {'gamma_per_channel': False}}))
+    again = load_folder(str(tmp_path / 'out'))[0]
+    assert again.config == model.config
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    for unknown in ({'gamma_per_channel': True}, {'fusion': False}):
+        path.write_text(json.dumps(config | {'settings': config['settings'] | unknown}))
+        with pytest.raises(ConfigError, match=f'config.json cannot be read.*{next(iter(unknown))}'):
+            load_folder(str(tmp_path / 'out'))
 
 
 def test_what_a_template_writes_is_exported(tmp_path, capsys):
@@ -337,7 +358,7 @@ def test_what_a_template_writes_is_exported(tmp_path, capsys):
     said, found = [{'role': 'user', 'content': 'hello a'}], []
     for folder in (tmp_path / 'base', tmp_path / 'out'):
         meta = tokenizer_meta(str(folder))
-        meta |= prepare_data.chat_meta(str(folder), meta['tokenizer_json'])
+        meta |= chat_meta(str(folder), meta['tokenizer_json'])
         found.append((meta['document_token'], meta['stop_token'], chat_tokens(meta, said)))
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         ids = theirs.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -479,7 +500,7 @@ def test_a_conversation_is_read_as_its_template_renders_it(runs, tmp_path, monke
 
     turns = []
     monkeypatch.setattr(sample, 'prefill', prefill)
-    monkeypatch.setattr(sample, 'choose', Script(answers))
+    monkeypatch.setattr(sample, 'sample_next_token', Script(answers))
     monkeypatch.setattr('sys.stdin', io.StringIO('\n'.join(lines) + '\n'))
     capsys.readouterr()
     sample.main([f'--ckpt=hf:{folder}', '--interactive', '--device=cpu', '--max_tokens=8', '--jacobi_tol=0'])
@@ -500,7 +521,7 @@ def test_a_message_is_answered_and_a_text_continued(runs, capsys, monkeypatch):
     meta = load_folder(str(runs['base']))[1]['meta']
     read, real = [], sample.prefill
     monkeypatch.setattr(sample, 'prefill', lambda m, s, tokens, *a: read.append(tokens[0].tolist()) or real(m, s, tokens, *a))
-    monkeypatch.setattr(sample, 'choose', Script([[*encode(meta, 'a'), meta['stop_token']]] * 2))
+    monkeypatch.setattr(sample, 'sample_next_token', Script([[*encode(meta, 'a'), meta['stop_token']]] * 2))
     for more, expected, shown in (
         ([], chat_tokens(meta, [{'role': 'user', 'content': 'hello <|im_end|>'}]), 'hello <|im_end|>\na\n'),
         (['--chat=False'], [meta['document_token'], *encode(meta, 'hello <|im_end|>')], 'hello <|im_end|>a\n'),
@@ -515,7 +536,7 @@ def test_a_long_conversation_slides_or_stops(runs, capsys, monkeypatch):
     meta = load_folder(str(runs['base']))[1]['meta']
     answer = [*encode(meta, 'hello'), meta['stop_token']]
     for more, turns in (['--overflow=slide'], 12), ([], 3):
-        monkeypatch.setattr(sample, 'choose', Script([answer] * 12))
+        monkeypatch.setattr(sample, 'sample_next_token', Script([answer] * 12))
         monkeypatch.setattr('sys.stdin', io.StringIO(('x' * 60 + '\n') * 12))
         capsys.readouterr()
         command = [f'--ckpt=hf:{runs["base"]}', '--interactive', '--device=cpu', *more]
@@ -536,7 +557,8 @@ def test_the_harness_scores_as_its_own_class(base, tmp_path, monkeypatch, insert
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    import eval as evaluation
+    from support.harness import harness
+    from support.results import ResumableResults
 
     folder, theirs, _ = base
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
@@ -556,10 +578,10 @@ def test_the_harness_scores_as_its_own_class(base, tmp_path, monkeypatch, insert
         'doc_to_target: gold\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n'
     )
     ours, meta = imported(folder, **inserted), load_folder(folder)[1]['meta']
-    kept = evaluation.Kept(str(tmp_path / 'part'), {})
+    kept = ResumableResults(str(tmp_path / 'part'), {})
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
-    for lm in (evaluation.harness(ours, meta, 8, kept, False), HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=8)):
+    for lm in (harness(ours, meta, 8, kept, None, False), HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=8)):
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
         shared = dict(tasks=['local_choice'], task_manager=manager, bootstrap_iters=0)
         with torch.inference_mode():

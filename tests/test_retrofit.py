@@ -1,4 +1,4 @@
-"""The parts of the retrofit study: the folder made of the package, the cost of an update, the tables."""
+"""The parts of the retrofit study: the folder made of the package, the cost of a step, the tables."""
 
 import importlib.util
 import json
@@ -7,12 +7,12 @@ import pytest
 
 import prepare_data
 from configurator import ConfigError
-from model import pretrained_config
 from runs import retrofit
+from support.pretrained import pretrained_config
 
 
-def test_an_update_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
-    """Every variant on a small checkpoint: seconds, bytes and the floor; recomputed layers change no operation of the model."""
+def test_a_step_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
+    """Every variant on a small checkpoint: seconds, bytes and the floor; recomputed layers do not change its FLOPs."""
     test_pretrained = pytest.importorskip('test_pretrained', reason='transformers is an optional extra')
     test_pretrained.make(tmp_path / 'base')
     tokens = f'--tokenizer={test_pretrained.add_tokenizer(tmp_path / "base")}/tokenizer.json'
@@ -75,6 +75,6 @@ def test_the_package_becomes_a_folder(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     monkeypatch.setattr(retrofit, 'PACKAGE', 'no_such_package')
     retrofit.make_model(str(tmp_path / 'model'))
-    assert 'is there' in capsys.readouterr().out
+    assert 'exists already' in capsys.readouterr().out
     with pytest.raises(ConfigError, match='requirements-retrofit.txt'):
         retrofit.make_model(str(tmp_path / 'other'))

@@ -18,9 +18,14 @@ import torch
 import prepare_data
 import sample
 from configurator import ConfigError
-from model import SEQUENTIAL, GPTConfig, build
-from sample import Decoder, SampleConfig, Text, choose, find_checkpoint, generate, load_model
-from train import TrainConfig, read_checkpoint, save_checkpoint, train
+from model import GPTConfig, build
+from sample import Decoder, SampleConfig, Text, generate, sample_next_token
+from schedule import SEQUENTIAL
+from support.checkpoint import read_checkpoint, save_checkpoint
+from support.loading import find_checkpoint, load_model
+from support.prompts import prompt_recurs
+from support.tokens import encode
+from train import TrainConfig, train
 
 SENTENCE = 'the memory of one token is read by the next.'
 T2MLR = dict(recurrence='t2mlr', l_start=1, l_end=1, schedule='jacobi', d_forward=3, d_backward=2)
@@ -108,7 +113,7 @@ def decoded(model, prompts, config, stop_token=-1):
     with torch.inference_mode():
         decoder = Decoder(model, config)
         decoder.read(prompts)
-        decoder.widen(config.num_samples)
+        decoder.repeat_rows(config.num_samples)
         rows = [([], []) for _ in decoder.rows]
 
         def push(i, token, likelihood):
@@ -211,7 +216,7 @@ def test_a_prompt_reads_the_memory_as_in_the_training(recurrence):
         p.normal_(0, 0.3)
     tokens = torch.randint(256, (1, 20))
     for recurs in (False, True):
-        assert sample.prompt_recurs({'settings': {'recur_on_prompt': recurs}}) is recurs and sample.prompt_recurs({})
+        assert prompt_recurs({'settings': {'recur_on_prompt': recurs}}) is recurs and prompt_recurs({})
         mask = torch.ones(1, 20, dtype=torch.bool)
         mask[:, :12] = recurs
         exact = model(tokens, schedule=SEQUENTIAL, recur_mask=mask)
@@ -258,7 +263,7 @@ def test_a_row_that_slides_leaves_the_others_as_they_were(overfit, name, prefill
         decoder = Decoder(model, config)
         with torch.inference_mode():
             decoder.read([prompts[i] for i in rows], False)
-            decoder.widen(1)
+            decoder.repeat_rows(1)
             found = [decoder.logits]
             for number, tokens in enumerate(later):
                 decoder.read([[tokens[i]] for i in rows], number % 4 > 0)
@@ -317,7 +322,7 @@ def test_sampled_frequencies_follow_the_settings():
             kept.append(i)
             reached += p[i]
         generator = torch.Generator().manual_seed(3)
-        drawn = choose(logits.expand(4000, -1), config, [generator] * 4000).flatten()
+        drawn = sample_next_token(logits.expand(4000, -1), config, [generator] * 4000).flatten()
         counts = torch.bincount(drawn, minlength=6).double() / 4000
         expected = torch.tensor([p[i] / sum(p[j] for j in kept) if i in kept else 0.0 for i in range(6)])
         assert (counts - expected).abs().max() < 0.03 and not counts[expected == 0].any()
@@ -327,7 +332,7 @@ def test_temperature_0_is_greedy_and_tiny_temperatures_are_finite():
     logits = torch.tensor([[0.0, 3.0, 2.9], [5.0, -5.0, 4.9]])
     generators = [torch.Generator().manual_seed(i) for i in range(2)]
     for temperature in (0.0, 1e-6, 1e-300, 5e-324):
-        assert choose(logits, SampleConfig(temperature=temperature), generators).flatten().tolist() == [1, 0]
+        assert sample_next_token(logits, SampleConfig(temperature=temperature), generators).flatten().tolist() == [1, 0]
 
 
 # The command
@@ -343,7 +348,7 @@ def test_the_newest_checkpoint_is_taken(tmp_path, monkeypatch, capsys, untrained
         save_checkpoint(str(folder / 'ckpt.pt'), whole | {'step': i})
         os.utime(folder / 'ckpt.pt', (i, i))
         assert find_checkpoint('') == f'out/{name}/ckpt.pt'
-        assert f'update {i}' in said(capsys, '--max_tokens=3').err
+        assert f'step {i}' in said(capsys, '--max_tokens=3').err
     assert find_checkpoint('out/b') == 'out/b/ckpt.pt' and find_checkpoint('out/b/ckpt.pt') == 'out/b/ckpt.pt'
     assert find_checkpoint('hf:x') == 'hf:x'
     for name, file in (
@@ -501,7 +506,7 @@ def test_a_token_is_one_graph_that_moves_nothing(overfit, name):
                     if width == 1:
                         decoder.read([list(SENTENCE.encode()[:length])])
                     else:
-                        decoder.widen(width)
+                        decoder.repeat_rows(width)
                 state = decoders[0].state
                 tensors = [t for kv in state.kv for t in kv] + [state.memory, state.position, state.first]
                 addresses = [t.data_ptr() for t in tensors]
@@ -550,7 +555,7 @@ def test_special_texts_are_ordinary_texts(overfit, capsys):
     out, _ = said(capsys, f'--ckpt={overfit["t2mlr"]}', '--prompt=<|endoftext|>', '--max_tokens=3', '--json')
     assert json.loads(out)['prompt'] == '<|endoftext|>'
     meta = read_checkpoint(overfit['t2mlr'] / 'ckpt.pt')['meta']
-    assert prepare_data.encode(meta, '<|endoftext|>') == list(b'<|endoftext|>')
+    assert encode(meta, '<|endoftext|>') == list(b'<|endoftext|>')
 
 
 def test_a_tokenizer_that_does_not_match(tmp_path, capsys, untrained):

@@ -16,11 +16,15 @@ import torch
 from test_prepare_data import load, make, refuse, snapshot
 
 import eval as evaluation
-import prepare_data
 import train
 from configurator import ConfigError
-from eval import extract_answer, quantity, same_answer
-from prepare_data import decode, encode
+from model import build
+from support.answers import extract_answer, quantity, same_answer
+from support.data import Dataset
+from support.folders import file_sha256
+from support.questions import question_example
+from support.text_tasks import pack_rows
+from support.tokens import decode, encode
 from train import TrainConfig
 
 SHARED = Path(__file__).resolve().parents[2] / 'shared/data'
@@ -49,8 +53,8 @@ def check_arrays(out):
         assert len(found[name]) == len(s['tokens']) == meta['splits'][name]['examples']
         assert s['tokens'].shape == s['targets'].shape == s['recur_mask'].shape == (len(s['tokens']), meta['longest'][name])
         assert s['lengths'].max() == meta['longest'][name] and s['tokens'].max() < meta['vocab_size']
-        assert prepare_data.file_sha256(out / f'{name}.npz') == meta['splits'][name]['sha256']
-        assert prepare_data.file_sha256(out / f'{name}.jsonl') == meta['jsonl_sha256'][name]
+        assert file_sha256(out / f'{name}.npz') == meta['splits'][name]['sha256']
+        assert file_sha256(out / f'{name}.jsonl') == meta['jsonl_sha256'][name]
         for i, e in enumerate(found[name]):
             prompt, response = [end, *encode(meta, e['prompt'])], [*encode(meta, e['response']), end]
             tokens, targets, mask = (s[k][i].tolist() for k in ('tokens', 'targets', 'recur_mask'))
@@ -292,7 +296,7 @@ def test_the_original_files_of_hotpotqa_are_read_too(tmp_path):
         'context': [['A', ['One. ', 'Two.']], ['B', ['Three.']]],
         'supporting_facts': [['A', 1], ['B', 0]],
     }
-    example = prepare_data.question_example('hotpotqa', row)
+    example = question_example('hotpotqa', row)
     assert (example['prompt'], example['response'], example['depth']) == RESPONSES['hotpotqa']
 
 
@@ -422,7 +426,7 @@ def test_all_gold_answers_of_gsm8k_are_extracted_and_near_misses_rejected(tmp_pa
     assert len(rows) == 1_319
     for row in rows:
         gold = row['answer'].rpartition('####')[2].strip()
-        example = prepare_data.question_example('gsm8k', row)
+        example = question_example('gsm8k', row)
         assert extract_answer('gsm8k', row['answer']) == extract_answer('gsm8k', example['response']) == gold
         number = int(gold.replace(',', ''))
         same = [
@@ -617,7 +621,7 @@ def test_rows_are_filled_by_first_fit_decreasing():
     for _ in range(300):
         size = rng.randint(1, 40)
         lengths = [rng.randint(1, rng.randint(1, size)) for _ in range(rng.randint(1, 60))]
-        assert prepare_data.pack_rows(np.array(lengths), size) == first_fit(lengths, size)
+        assert pack_rows(np.array(lengths), size) == first_fit(lengths, size)
 
 
 @pytest.fixture(scope='module')
@@ -669,17 +673,17 @@ RECURRENT = {'t2mlr': {'l_start': 0, 'l_end': 1}, 'lrt': {'source_layer': 1, 'pa
 @pytest.mark.parametrize('recurrence', RECURRENT)
 @pytest.mark.parametrize('name', 'vg')
 def test_the_loss_of_a_packed_row_is_that_of_its_examples(packed, name, recurrence, schedule):
-    data = train.Dataset(str(packed / f'{name}150'))
+    data = Dataset(str(packed / f'{name}150'))
     _, splits = load(packed / f'{name}0')
     alone, members = splits['train'], first_fit(splits['train']['lengths'].tolist(), 150)
     passes = {'d_forward': 2, 'd_backward': 3 if recurrence == 'lrt' else 1}
     settings = RECURRENT[recurrence] if schedule == 'jacobi' else RECURRENT[recurrence] | {'pass_weights': ()}
     config = TrainConfig(n_layer=2, n_head=2, n_embd=16, block_size=150, recurrence=recurrence, schedule=schedule,
                          reset_token=256, document_attention=True, dtype='float64', **passes, **settings)  # fmt: skip
-    config.vocab_size = data.fit(config)
+    data.complete(config)
     config.check()
     torch.manual_seed(0)
-    model = train.build(config).double()
+    model = build(config).double()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
@@ -714,7 +718,7 @@ def test_packed_data_trains_where_its_documents_are_kept_apart(packed, tmp_path)
     with pytest.raises(ConfigError, match='block_size=300; take 400'):
         short_run(packed / 'v400', tmp_path / 'none', **(changes | {'block_size': 300}))
     with pytest.raises(ConfigError, match='several examples in a row'):
-        evaluation.score_answers(None, train.Dataset(str(packed / 'v400')), 'train', None, None)
+        evaluation.score_answers(None, Dataset(str(packed / 'v400')), 'train', None, None)
 
 
 def test_a_row_too_short_for_an_example_is_one_sentence(packed, tmp_path, capsys):

@@ -24,11 +24,15 @@ import eval as evaluation
 import prepare_data
 import train
 from configurator import ConfigError
-from model import GPT, SEQUENTIAL, GPTConfig, build
+from model import GPT, GPTConfig, build
+from schedule import SEQUENTIAL
+from support import checkpoint as checkpoint_room
+from support import processes
+from support.checkpoint import read_checkpoint, save_checkpoint
+from support.data import Dataset, read_ahead
 from support.log import finite, one_number_each
 from support.processes import SAVE, STOP
-from support.read_ahead import read_ahead
-from train import Dataset, TrainConfig, read_checkpoint
+from train import TrainConfig
 
 
 @pytest.fixture(scope='module')
@@ -219,9 +223,11 @@ def sending(monkeypatch, number, at):
 def test_a_signal_is_saved(data, tmp_path, monkeypatch, capsys, name):
     number = getattr(signal, name)
     numbers = [getattr(signal, other) for other in (*STOP, *SAVE)]
-    before, saved, write = [signal.getsignal(n) for n in numbers], [], train.save_checkpoint
+    before, saved, write = [signal.getsignal(n) for n in numbers], [], save_checkpoint
     sending(monkeypatch, number, 6)
-    monkeypatch.setattr(train, 'save_checkpoint', lambda path, found, *more: saved.append(found['step']) or write(path, found))
+    monkeypatch.setattr(
+        checkpoint_room, 'save_checkpoint', lambda path, state, *more: saved.append(state['step']) or write(path, state)
+    )
     config = settings(data, tmp_path / 'out', max_steps=15, eval_interval=100, log_interval=100)
     if name in SAVE:
         train.train(config)
@@ -267,24 +273,25 @@ def test_one_process_sets_its_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
     for name, sets in (('cuda:1', ['cuda:1']), ('cuda', []), ('auto', []), ('cpu', [])):
         chosen.clear()
-        assert train.use_device(TrainConfig(device=name)) == ('cuda' if name == 'auto' else name) and chosen == sets
+        assert processes.use_device(TrainConfig(device=name)) == ('cuda' if name == 'auto' else name) and chosen == sets
     with pytest.raises(ConfigError, match='device=cuda:2 is not available'):
-        train.use_device(TrainConfig(device='cuda:2'))
+        processes.use_device(TrainConfig(device='cuda:2'))
 
 
 def test_without_locks_a_run_warns(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, 'fcntl', None)
+    monkeypatch.setattr(processes, 'fcntl', None)
     train.train(settings(data, tmp_path / 'out', max_steps=3))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('warning: ')]
     assert len(said) == 1 and 'cannot be locked (this system has no fcntl)' in said[0]
-    code = "import sys, torch; sys.modules['fcntl'] = None; import train; assert train.fcntl is None"
+    code = "import sys, torch; sys.modules['fcntl'] = None; from support import processes; assert processes.fcntl is None"
     assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.fault('no C++ compiler', 'one sentence, code 2, nothing written')
 def test_without_a_compiler_compile_is_refused(data, tmp_path):
     config = settings(data, tmp_path / 'out', max_steps=3, compile=True)
-    env = os.environ | {'PATH': str(tmp_path), 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path / 'cache')}
+    env = {name: value for name, value in os.environ.items() if name != 'CXX'}
+    env |= {'PATH': str(tmp_path), 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path / 'cache')}
     argv = [sys.executable, str(ROOT / 'train.py'), *command(config)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
