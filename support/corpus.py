@@ -108,8 +108,7 @@ def make_fineweb_edu(_, config):
 
 def resume(config, path, wanted):
     """What unfinished.json at `path` records, or an empty record where it is missing; None where the dataset is finished.
-    ConfigError unless
-    the work can be continued."""
+    ConfigError unless the work can be continued."""
     identity = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
     if os.path.exists(path) and os.path.exists(os.path.join(config.out, 'meta.json')):  # killed at its very last step
         os.remove(path)
