@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, nearest, parse, reporting
+from configurator import ConfigError, fail, key, parse, reporting
 from model import GPTConfig, build
 from sample import SampleConfig, prefill
 from schedule import SEQUENTIAL
@@ -41,6 +41,7 @@ from support.figures import print_markdown, print_table
 from support.loading import find_checkpoint, load_model
 from support.optimizers import make_optimizers
 from support.processes import use_device
+from support.suggestions import nearest
 from support.timing import measure, speed
 from train import TrainConfig
 

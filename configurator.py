@@ -1,9 +1,8 @@
 """Settings of every command: a config file of plain assignments, then --key=value overrides.
 
-A command declares its settings as a dataclass whose fields are made by `key(default, meaning)`. The type of the default is
-the type of the key. `parse` merges, in this order: the defaults, at most one config file, the command line. Whatever is
-wrong (an unknown key, a wrong type, an impossible combination) ends in one sentence on stderr and exit code 2, before
-anything is written. A config file is Python and is executed: run only those you trust.
+A command declares its settings as a dataclass whose fields are made by `key(default, meaning)`. `parse` merges the defaults,
+at most one config file and the command line, in this order. Whatever is wrong ends in one sentence on stderr and exit code 2,
+before anything is written. A config file is Python and is executed: run only those you trust.
 """
 
 import contextlib
@@ -15,34 +14,10 @@ from dataclasses import field, fields
 from pathlib import Path
 from types import ModuleType
 
+from support.suggestions import nearest, suggest_key
+
 BOOLEANS = {'True': True, 'true': True, '1': True, 'False': False, 'false': False, '0': False}
 FORMS = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 'a text', tuple: 'numbers joined by commas'}
-
-OTHER_NAMES = {  # what other trainers call our keys
-    'learning_rate': 'lr max_lr peak_lr',
-    'batch_size': 'bs train_batch_size',
-    'accumulation': 'grad_accum gradient_accumulation_steps',
-    'max_steps': 'steps iters max_iters num_iterations epochs num_epochs updates',
-    'warmup_steps': 'warmup warmup_iters',
-    'weight_decay': 'wd',
-    'grad_clip': 'clip clip_grad max_grad_norm',
-    'n_layer': 'layers depth num_layers num_hidden_layers',
-    'n_head': 'heads num_heads num_attention_heads',
-    'n_embd': 'width dim d_model hidden_size',
-    'n_hidden': 'd_ff intermediate_size',
-    'block_size': 'context context_length seq_len sequence_length max_length',
-    'data_dir': 'data dataset',
-    'source': 'data dataset input path',
-    'out_dir': 'output output_dir save_dir',
-    'out': 'output output_dir data_dir',
-    'init_from': 'resume checkpoint pretrained',
-    'ckpt': 'model checkpoint out_dir',
-    'dtype': 'precision amp fp16 bf16',
-    'activation_checkpointing': 'gradient_checkpointing',
-    'device': 'gpu cuda',
-    'max_tokens': 'length max_new_tokens',
-    'num_samples': 'n',
-}
 
 
 class ConfigError(Exception):
@@ -50,9 +25,8 @@ class ConfigError(Exception):
 
 
 def key(default, meaning, choices=(), bounds=(), names=None, heading=''):
-    """A declared setting. Its default fixes its type. choices: the values allowed, where they are few; bounds: the lowest and
-    the highest. names: {word: number} of values outside the bounds that are written as a word. heading: of the
-    group that the key begins in --help."""
+    """A declared setting. Its default fixes its type. choices: the values allowed; bounds: the lowest and the highest. names:
+    {word: number} of values outside the bounds. heading: of the group that the key begins in --help."""
     metadata = dict(meaning=meaning, choices=choices, bounds=bounds, names=names or {}, heading=heading)
     return field(default=default, metadata=metadata)
 
@@ -76,19 +50,6 @@ def within(name, value, low, high, why):
     """ConfigError unless low <= value <= high."""
     if not low <= value <= high:
         raise ConfigError(f'{name}={value} is not possible: {why}; the nearest is {name}={min(max(value, low), high)}.')
-
-
-def nearest(word, words):
-    """The end of a sentence that helps: the most similar of `words`, or all of them if none is similar."""
-    close = difflib.get_close_matches(str(word), [str(w) for w in words], n=1, cutoff=0.5)
-    return f'did you mean {close[0]!r}?' if close else 'choose from: ' + ', '.join(str(w) for w in words) + '.'
-
-
-def suggest_key(name, declared):
-    """The end of a sentence that helps: the declared key whose name, or another name for it, resembles `name`."""
-    words = {word: known for known in declared for word in OTHER_NAMES.get(known, '').split()} | {k: k for k in declared}
-    close = difflib.get_close_matches(name.lower(), words, n=1)
-    return f'did you mean {words[close[0]]!r}?' if close else '--help lists the keys.'
 
 
 def convert(name, value, default, names=None):

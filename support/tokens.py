@@ -9,8 +9,9 @@ import re
 
 import numpy as np
 
-from configurator import ConfigError, explaining, nearest
+from configurator import ConfigError, explaining
 from support.optional import import_optional
+from support.suggestions import nearest
 from support.templates import read_beside, read_template, render, tokenizer_file
 
 DOCUMENT_TOKEN = 256  # the first id after the 256 bytes; it opens every document

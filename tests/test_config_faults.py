@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import bench
-import configurator
 import eval as evaluation
 import prepare_data
 import sample
 import train
 from configurator import ConfigError, parse
 from model import GPT, GPTConfig
+from support import suggestions
 from support.checkpoint import read_checkpoint
 from support.data import DOCUMENT, Dataset
 from train import TrainConfig
@@ -212,7 +212,7 @@ def test_a_key_far_from_all_is_answered_without_a_list(capsys, of):
 
 def test_other_names_belong_to_keys_that_exist():
     declared = {f.name for of in CLASSES for f in fields(of)}
-    assert set(configurator.OTHER_NAMES) <= declared
+    assert set(suggestions.OTHER_NAMES) <= declared
 
 
 @pytest.mark.parametrize('of', CLASSES)

@@ -25,9 +25,9 @@ from support.chat import chat_meta, chat_tokens
 from support.checkpoint import read_checkpoint
 from support.data import Dataset
 from support.loading import load_folder, load_model
-from support.pretrained import load_pretrained, pretrained_config
+from support.pretrained import load_pretrained, pretrained_config, take_pretrained_settings
 from support.tokens import encode, tokenizer_meta
-from train import TrainConfig, take_pretrained_settings, train
+from train import TrainConfig, train
 
 transformers = pytest.importorskip('transformers', reason='transformers is an optional extra, and the yardstick here')
 tokenizers = pytest.importorskip('tokenizers', reason='tokenizers is an optional extra')

@@ -26,7 +26,7 @@ from conftest import trial
 
 import prepare_data
 import train
-from configurator import ConfigError, read_file
+from configurator import ConfigError, read_config_file
 from model import GPT, GPTConfig, build, listed_parameters, recurrence_parameters
 from runs import soak
 from schedule import Schedule
@@ -978,7 +978,7 @@ def all_configs():
 
 
 def described(path):
-    values = {k: v for k, v in read_file(str(path)).items() if k in asdict(TrainConfig())}
+    values = {k: v for k, v in read_config_file(str(path)).items() if k in asdict(TrainConfig())}
     # Those that start from a pretrained folder state its shape, so that a dry run needs no weights.
     return TrainConfig(**values | {'vocab_size': values.get('vocab_size', 0) or 512, 'dry_run': True})
 
