@@ -176,6 +176,7 @@ META = {'kind': 'text', 'vocab_size': 7, 'document_token': 0}
 @each_family
 def test_an_export_refuses_what_it_cannot_express(fork, recurrence, family, drop_recurrence, tmp_path):
     """Neither the format of transformers nor our own has a word for a fork: one sentence, nothing written."""
+    pytest.importorskip('safetensors')
     model = draw_fork(fork, 0, family=family, **recurrence).float()
     config = SampleSettings(str(tmp_path / 'out'), drop_recurrence)
     if fork is by_addition and drop_recurrence:  # what is left is the plain transformer
@@ -196,6 +197,7 @@ class SampleSettings:
 
 def test_an_export_refuses_a_module_that_was_edited_in_place(tmp_path, monkeypatch):
     """The same class and names, another function: what transformers would compute is compared, not what it is called."""
+    pytest.importorskip('safetensors')
     model = draw_fork(GPT, 0, family='llama').float()
     export(model, META, SampleSettings(str(tmp_path / 'right'), False))
     monkeypatch.setattr(SwiGLU, 'forward', lambda self, x: self.down(F.gelu(self.gate(x)) * self.up(x)))
