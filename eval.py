@@ -11,15 +11,12 @@ also go to eval-DATASET-SPLIT.json beside the checkpoint.
     python eval.py --overview=FILE             a drawing of the two recurrences and of the schedules
 """
 
-import contextlib
 import copy
 import json
 import math
 import os
-import platform
-import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,7 +30,6 @@ from configurator import ConfigError, key, parse, reporting
 from sample import SampleConfig, complete
 from schedule import SEQUENTIAL, Schedule, exact_schedule
 from support import figures
-from support.accounting import count_flops, count_parameters
 from support.answers import ends_answer, extract_answer, same_answer
 from support.checkpoint import check_same_tokens
 from support.data import Dataset
@@ -42,7 +38,7 @@ from support.loading import computing, find_checkpoint, load
 from support.loss import score_tokens, token_nll
 from support.processes import use_device
 from support.prompts import is_aligned, prompt_recurs
-from support.results import ResumableResults
+from support.results import ResumableResults, provenance
 from support.studies import read_study, report_study
 from train import TrainConfig, saved_settings
 
@@ -366,7 +362,7 @@ def evaluate(path, config):
 
     # 2. What was measured, and what produced it.
     result = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
-    result |= provenance(path, model, checkpoint, data)
+    result |= provenance(path, model, checkpoint, data, TrainConfig(**saved_settings(checkpoint)))
     answers = not data.meta.get('aligned', True)
     trained = {} if data.is_text else checkpoint['meta'].get('settings', {})  # the training's dataset may be another
     if lengths := trained.get('depth' if answers else 'steps'):  # a dataset made from a file has no such setting
@@ -389,37 +385,6 @@ def continue_prompts(model, meta, prompts, max_tokens, temperature, stops):
     """The texts that are decoded after prompts (ids), for the harness."""
     settings = SampleConfig(max_tokens=max_tokens, temperature=temperature, jacobi_tol=1e-5)
     return [text.text for text in complete(model, meta, prompts, settings, stops)]
-
-
-def provenance(path, model, checkpoint, data):
-    """What produced a checkpoint: its settings, its cost in FLOPs and seconds, the code, the data and the machine."""
-    config = TrainConfig(**saved_settings(checkpoint))
-    T = config.block_size if data.is_text else checkpoint['meta']['longest']['train']
-    flops, tokens, revision = count_flops(model, config, T), config.batch_size * T, None
-    with contextlib.suppress(FileNotFoundError):  # a machine without git
-        git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
-        revision = git.stdout.strip() or None
-    return {
-        'settings': {k: v for k, v in asdict(config).items() if v != getattr(TrainConfig, k)},
-        'parameters': sum(count_parameters(model).values()),
-        'training_flops': flops['step'] * tokens * checkpoint['step'],
-        'step_flops_ratio': flops['step'] / flops['plain_step'],
-        'training_seconds': round(training_seconds(os.path.dirname(path), tokens), 3),
-        'revision': revision,
-        'data_sha256': {name: file['sha256'] for name, file in data.meta['splits'].items()},
-        'machine': f'{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}',
-    }
-
-
-def training_seconds(folder, tokens):
-    """The seconds that a training took, from the log.jsonl in its folder and its tokens per step; 0 without a log."""
-    seconds, last = 0.0, 0
-    with contextlib.suppress(FileNotFoundError), open(f'{folder}/log.jsonl', encoding='utf-8', errors='replace') as f:
-        for line in f:
-            with contextlib.suppress(ValueError, LookupError, TypeError, ZeroDivisionError):
-                values = json.loads(line)
-                seconds, last = seconds + (values['step'] - last) * tokens / values['tokens_per_s'], values['step']
-    return seconds
 
 
 def compare(results, config):

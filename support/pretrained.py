@@ -236,7 +236,8 @@ def export(model, meta, config):
     weights = dict(model.named_parameters())
     if config.drop_recurrence:
         settings = replace(settings, recurrence='none')
-        weights = {name: p for name, p in weights.items() if name not in recurrence_parameters(model)}
+        added = recurrence_parameters(model)
+        weights = {name: p for name, p in weights.items() if name not in added}
     hub, end = hub_config(settings), meta.get('stop_token', meta.get('document_token', -1))
     renamed = hub_names(model) if hub else {}
     if hub and 0 <= end < settings.vocab_size:

@@ -1,12 +1,18 @@
-"""Results of a long evaluation, kept as they come."""
+"""Results of a long evaluation, kept as they come, and what produced the checkpoint that they are of."""
 
 import contextlib
 import hashlib
 import json
 import os
+import platform
+import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
+
+from support.accounting import count_flops, count_parameters
 
 
 class ResumableResults:
@@ -44,3 +50,33 @@ class ResumableResults:
         Path(self.path.removesuffix('.part')).write_text(json.dumps(results, indent=1), encoding='utf-8')
         Path(self.path).unlink(missing_ok=True)
         return results
+
+
+def provenance(path, model, checkpoint, data, config):
+    """What produced a checkpoint: its settings (config), its cost in FLOPs and seconds, the code, the data and the machine."""
+    T = config.block_size if data.is_text else checkpoint['meta']['longest']['train']
+    flops, tokens, revision = count_flops(model, config, T), config.batch_size * T, None
+    with contextlib.suppress(FileNotFoundError):  # a machine without git
+        git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+        revision = git.stdout.strip() or None
+    return {
+        'settings': {k: v for k, v in asdict(config).items() if v != getattr(type(config), k)},
+        'parameters': sum(count_parameters(model).values()),
+        'training_flops': flops['step'] * tokens * checkpoint['step'],
+        'step_flops_ratio': flops['step'] / flops['plain_step'],
+        'training_seconds': round(training_seconds(os.path.dirname(path), tokens), 3),
+        'revision': revision,
+        'data_sha256': {name: file['sha256'] for name, file in data.meta['splits'].items()},
+        'machine': f'{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}',
+    }
+
+
+def training_seconds(folder, tokens):
+    """The seconds that a training took, from the log.jsonl in its folder and its tokens per step; 0 without a log."""
+    seconds, last = 0.0, 0
+    with contextlib.suppress(FileNotFoundError), open(f'{folder}/log.jsonl', encoding='utf-8', errors='replace') as f:
+        for line in f:
+            with contextlib.suppress(ValueError, LookupError, TypeError, ZeroDivisionError):
+                values = json.loads(line)
+                seconds, last = seconds + (values['step'] - last) * tokens / values['tokens_per_s'], values['step']
+    return seconds

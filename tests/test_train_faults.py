@@ -17,7 +17,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import trial
-from test_train import LRT, ROOT, T2MLR, command, launch, log_of, losses, on_two_processes, running, same_bits, settings
+from test_train import (
+    LRT,
+    ROOT,
+    T2MLR,
+    command,
+    launch,
+    log_of,
+    losses,
+    make_text,
+    on_two_processes,
+    running,
+    same_bits,
+    settings,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eval as evaluation
@@ -39,10 +52,7 @@ from train import TrainConfig
 def data(tmp_path_factory):
     """A text dataset and an aligned task whose test examples are longer than those trained."""
     root = tmp_path_factory.mktemp('data')
-    (root / 'source').mkdir()
-    for i in range(8):
-        (root / 'source' / f'{i}.txt').write_text(''.join(f'line {j} of document {i}\n' for j in range(60)))
-    prepare_data.main(['text', f'--source={root}/source', '--val_fraction=0.3', f'--out={root}/text'])
+    make_text(root)
     sizes = ['--n_train=200', '--n_val=40', '--n_test=40', '--steps=1-4', '--test_steps=1-6']
     prepare_data.main(['s5', '--group=3', *sizes, f'--out={root}/task'])
     return root
