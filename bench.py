@@ -24,7 +24,8 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # torch reads it when it loads: a thread that waits leaves its core
+if 'OMP_WAIT_POLICY' not in os.environ:  # read when torch is loaded: a waiting thread soon leaves its core to others
+    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
 import torch
 import torch.nn.functional as F

@@ -16,7 +16,8 @@ import os
 import sys
 from dataclasses import dataclass
 
-os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+if 'OMP_WAIT_POLICY' not in os.environ:  # read when torch is loaded: a waiting thread soon leaves its core to others
+    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
 import torch
 from tqdm import tqdm

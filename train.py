@@ -20,7 +20,8 @@ if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there w
 
     signal.signal(signal.SIGINT, leave)  # until a run, which has something to save, sets its own
 
-os.environ.setdefault('OMP_WAIT_POLICY', 'passive')  # read when torch is loaded: waiting threads leave their core to others
+if 'OMP_WAIT_POLICY' not in os.environ:  # read when torch is loaded: a waiting thread soon leaves its core to others
+    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
 import torch
 import torch.distributed as dist
