@@ -19,10 +19,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from configurator import ConfigError, check_keys, key, within
-from schedule import PARALLEL, SEQUENTIAL, Convergence, as_slice
+from schedule import PARALLEL, SEQUENTIAL, as_slice
+from support.buffers import scatter, scatter_kv, take
+from support.convergence import Convergence
 from support.dtypes import rounding, working_dtype
 from support.loss import count_scored, scored_loss, summed_loss
 from support.masks import Masks, attend
+from support.scan import Scan, norm_memory
 
 
 @dataclass
@@ -96,6 +99,13 @@ class GPTConfig:
         if self.recurrence == 'lrt':
             return max(depth for depth, layer in enumerate(self.stack) if layer == self.source_layer % self.n_layer)
         return self.span.stop - 1
+
+    @property
+    def has_direct_path(self):
+        """Whether the memory read reaches the memory written through residual connections alone (support/scan.py)."""
+        return (
+            self.recurrence == 't2mlr' and self.cache_residual != 'off' or self.recurrence == 'lrt' and self.residual_injection
+        )
 
     def check(self):
         """Raises ConfigError, one sentence, for what cannot be built."""
@@ -200,27 +210,6 @@ class Site(NamedTuple):
             take(self.recurs, positions),
             take(self.reads, positions),
         )
-
-
-def scatter_kv(buffer, slots, new):
-    """`buffer` (B, G, slots, d) with `new` (B, G, n, d) at `slots` (n,): in place when nothing is to be differentiated,
-    otherwise a copy, because the backward of earlier passes still needs what they read."""
-    if torch.is_grad_enabled():
-        return buffer.index_copy(2, slots, new)
-    return buffer.index_copy_(2, slots, new)
-
-
-def take(x, positions):
-    """x (B, T, ..) at `positions`, a range; None stays None."""
-    return x if x is None or len(positions) == x.size(1) else x[:, as_slice(positions)]
-
-
-def scatter(buffer, at, new, in_place):
-    """`buffer` (B, T, D) with `new` (B, n, D) at the slice `at`: in place, or a copy."""
-    if in_place:
-        buffer[:, at] = new
-        return buffer
-    return buffer.slice_scatter(new, 1, at.start, at.stop, at.step)
 
 
 def rms_norm(config, width):
@@ -644,7 +633,7 @@ class GPT(LanguageModel):
 
     def span(self, h, local, site, kv, m):
         """One pass over the span at `site`: h (B, n, D) from the prelude, m (B, n, D) the memory of the tokens before, 0 where
-        nothing is read; None in the initial pass. Returns the span's output and the memory written, (B, n, D)."""
+        nothing is read; None in the initial pass. Returns the span's output and the source of the memory written, (B, n, D)."""
         if self.fusion is None:
             y, source = self.run(self.config.span, h, site, kv, m)
         else:
@@ -654,7 +643,20 @@ class GPT(LanguageModel):
             y, source = self.run(self.config.span, h, site, kv)
             if m is not None and self.config.cache_residual != 'off':
                 source = source + (m.detach() if self.config.cache_residual == 'detached' else m)
-        return y, F.rms_norm(source, (source.size(-1),), eps=self.eps)
+        return y, source
+
+    def scan(self, site):
+        """What solves the direct path of the memory over the positions of `site`; None where the memory has no such path."""
+        if not self.config.has_direct_path:
+            return None
+        if self.fusion is not None:
+            detached = self.config.detach_memory or self.config.cache_residual == 'detached'
+            return Scan(1.0, site.reads, detached, self.eps)
+        c = 0.0  # what is left of the memory in the stream at the source, after the injection into each layer up to there
+        for layer in self.stack[: self.source + 1]:
+            block = self.blocks[layer]
+            c = (c if block.alpha is None else block.alpha * c) + block.gamma
+        return Scan(c, site.reads, False, self.eps)
 
     def hidden(self, tokens, schedule, recur_mask=None, state=None, changes=None, scored=False):
         """Prelude, passes, coda: the top of the stack at every position, (B, T, D), and if they are `scored` the outputs of the
@@ -668,8 +670,8 @@ class GPT(LanguageModel):
             if recur_mask is not None and recur_mask.device.type == 'cpu':  # on a GPU the host would have to wait
                 reads_from = int(recur_mask.any(0).int().argmax())
             convergence = Convergence(schedule, T, changes is not None, rounding(y))
-            passes = schedule.passes(T, reads_from)
-            y, memory, outputs = self.solve(y, site, passes, kv, state, convergence, scored)
+            passes, scan = schedule.passes(T, reads_from), self.scan(site) if schedule.scan else None
+            y, memory, outputs = self.solve(y, site, passes, kv, state, convergence, scan, scored)
             if state is not None:
                 state.memory.copy_(memory[:, -1:])
             if changes is not None:
@@ -681,7 +683,7 @@ class GPT(LanguageModel):
             state.first.copy_(torch.maximum(site.first[:, -1], state.start))
         return y, outputs
 
-    def solve(self, h, site, passes, kv, state, convergence, scored):
+    def solve(self, h, site, passes, kv, state, convergence, scan, scored):
         """Runs `passes` over the span: h (B, T, D) -> the newest output of every position (B, T, D), the memory (B, T + 1, D)
         shifted, so that slot p is what position p reads, and if they are `scored` the outputs of the passes with gradient."""
         B, T, _ = h.shape
@@ -695,21 +697,20 @@ class GPT(LanguageModel):
         local = self.fusion.local(h) if self.fusion is not None and passes[-1].reads_memory else None
         for p in passes:
             todo = convergence.moving(p)
-            at = as_slice(todo)
             with torch.set_grad_enabled(torch.is_grad_enabled() and p.with_grad):
                 if todo:
                     x, part_local, part = take(h, todo), take(local, todo), site.at(todo, make_mask)
-                    m = memory[:, at] if p.reads_memory else None
+                    m = memory[:, as_slice(todo)] if p.reads_memory else None
                     if m is not None and part.reads is not None:
                         m = torch.where(part.reads, m, 0.0)
-                    y, written = self.span(x, part_local, part, kv, m)
+                    y, source = self.span(x, part_local, part, kv, m)
                 convergence.add(todo, take(newest, todo), y)
-                if len(todo) == T:
-                    newest, memory = y, torch.cat((before, written), 1)
-                elif todo:
+                if todo:
                     in_place = not (torch.is_grad_enabled() or outputs)  # a scored output stays as it is
-                    newest = scatter(newest, at, y, in_place)
-                    memory = scatter(memory, slice(todo.start + 1, todo.stop + 1, todo.step), written, in_place)
+                    written, at = scan(todo, source, m, memory) if scan else (norm_memory(source, self.eps), todo)
+                    newest = y if len(todo) == T else scatter(newest, todo, y, in_place)
+                    shifted = range(at.start + 1, at.stop + 1, at.step)
+                    memory = torch.cat((before, written), 1) if len(at) == T else scatter(memory, shifted, written, in_place)
                 if p.with_grad and scored:
                     outputs.append(y if todo == p.positions else take(newest, p.positions))
         return newest, memory, outputs

@@ -1,16 +1,14 @@
-"""Schedules: which positions each pass over the span recomputes, which passes carry gradient, and when passes may stop.
+"""Schedules: which positions each pass over the span recomputes, and which passes carry gradient.
 
 A schedule is an ordered list of passes. Each recomputes the span at its positions, reads the newest memory and the newest keys
 and values of all others, and writes both back. What a new schedule needs is here; model.py runs whatever `passes` lists.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
-from configurator import ConfigError, check_keys, key
+from configurator import ConfigError, check_keys, key, within
 
 
 class Pass(NamedTuple):
@@ -35,6 +33,13 @@ class Schedule:
     d_backward: int = key(4, 'jacobi: how many of the d_forward + 1 passes, from the last, carry gradient', bounds=(1, 10**7))
     n_subsets: int = key(2, 'interleaved: S, pass i recomputes the positions p with p mod S = i', bounds=(1, 10**7))
     n_sweeps: int = key(1, 'interleaved: how often the S subsets are recomputed', bounds=(1, 10**7))
+    scan: bool = key(False, 'jacobi, interleaved: each pass solves the direct path of the memory (docs/scan.md)')
+    min_passes: int = key(
+        -1,
+        'jacobi: each training step draws d_forward evenly, from this number on; interleaved: n_sweeps; none: all steps alike',
+        bounds=(0, 10**7),
+        names={'none': -1},
+    )
     jacobi_tol: float = key(0.0, 'end passes without gradient at a relative change below this; 0 never', bounds=(0, math.inf))
     chunk_size: int = key(64, 'chunked: positions in a chunk', bounds=(1, 10**7))
     pass_weights: tuple = key((), 'LRT: weight of each scored pass in the loss, the initial one first; empty means equal')
@@ -42,10 +47,16 @@ class Schedule:
     def check(self):
         """Raises ConfigError, one sentence, for a schedule that cannot run."""
         check_keys(self)
-        if self.jacobi_tol and self.schedule not in ('jacobi', 'interleaved'):
-            raise ConfigError(f'jacobi_tol={self.jacobi_tol} needs schedule=jacobi or interleaved, not {self.schedule}.')
+        for name, off in (('jacobi_tol', 0), ('scan', False), ('min_passes', -1)):
+            if getattr(self, name) != off and self.schedule not in ('jacobi', 'interleaved'):
+                raise ConfigError(f'{name}={getattr(self, name)} needs schedule=jacobi or interleaved, not {self.schedule}.')
         if self.schedule == 'jacobi' and self.d_backward > (n := self.d_forward + 1):
             raise ConfigError(f'd_backward={self.d_backward} exceeds d_forward + 1 = {n} passes; take d_backward={n} or less.')
+        if self.min_passes >= 0:
+            name, least = ('d_forward', 0) if self.schedule == 'jacobi' else ('n_sweeps', 1)
+            within('min_passes', self.min_passes, least, getattr(self, name), f'it is the least {name} that a step draws')
+            if self.pass_weights:
+                raise ConfigError('min_passes draws the number of passes, and pass_weights needs a fixed one; leave one out.')
         if self.pass_weights:
             scored = {'interleaved': self.n_subsets * self.n_sweeps + 1, 'jacobi': self.d_backward}.get(self.schedule, 0)
             if len(self.pass_weights) != scored or min(self.pass_weights) < 0 or sum(self.pass_weights) <= 0:
@@ -58,6 +69,15 @@ class Schedule:
     def initial(self):
         """Whether the first pass runs over all positions without memory."""
         return self.schedule in ('parallel', 'jacobi', 'interleaved')
+
+    def choices(self):
+        """The schedules of which each training step draws one, all equally likely; the last is the one with all passes."""
+        if self.min_passes < 0:
+            return [self]
+        if self.schedule == 'interleaved':
+            return [replace(self, min_passes=-1, n_sweeps=n) for n in range(self.min_passes, self.n_sweeps + 1)]
+        numbers = range(self.min_passes, self.d_forward + 1)
+        return [replace(self, min_passes=-1, d_forward=n, d_backward=min(self.d_backward, n + 1)) for n in numbers]
 
     def passes(self, T, reads_from=0):
         """The passes over a sequence of T positions, in order.
@@ -102,40 +122,6 @@ def exact_schedule(T, how='auto'):
     """The exact recurrence over T positions: token by token, or Jacobi passes until float32 shows no change."""
     jacobi = how == 'jacobi' or (how == 'auto' and T > 256)  # far fewer passes than positions
     return Schedule('jacobi', d_forward=T, d_backward=1, jacobi_tol=1e-5) if jacobi else SEQUENTIAL
-
-
-class Convergence:
-    """Follows how much each pass changes the output of the span. A pass without gradient leaves out the positions before the
-    first that changed by `jacobi_tol` or more in the last sweep: they depend on nothing that still changes."""
-
-    def __init__(self, schedule, T, wanted, rounding):
-        """wanted: whether the caller asks for `changes`, the largest relative change of each pass after the initial one.
-        rounding: the relative change that rounding alone makes."""
-        self.tolerance = schedule.jacobi_tol and max(schedule.jacobi_tol, rounding)
-        self.measures = schedule.initial and (wanted or self.tolerance > 0)
-        self.sweep = min(schedule.n_subsets, T) if schedule.schedule == 'interleaved' else 1  # passes that cover T once
-        self.end, self.first_moving, self.changes = T, [], []
-
-    def moving(self, p):
-        """The positions that pass p has to recompute."""
-        if (p.with_grad and torch.is_grad_enabled()) or len(self.first_moving) < self.sweep:
-            return p.positions
-        return drop_converged(p.positions, min(self.first_moving[-self.sweep :]))
-
-    def add(self, positions, old, new):
-        """Takes the outputs (B, n, D) of a pass at `positions` and of the last one before it; old is None in the first."""
-        if old is None or not self.measures:
-            return
-        first = self.end
-        if positions:
-            smallest = torch.finfo(new.dtype).tiny
-            with torch.no_grad():  # and no decorator, which torch.compile cannot trace on a method
-                change = ((new - old).norm(dim=-1) / new.norm(dim=-1).clamp(min=smallest)).amax(0)  # of each position
-            self.changes.append(change.max())
-            if self.tolerance and len(moving := (~(change < self.tolerance)).nonzero()):
-                first = positions[int(moving[0])]
-        if self.tolerance:
-            self.first_moving.append(first)
 
 
 def drop_converged(positions, first):

@@ -7,6 +7,7 @@ Batches are a pure function of (seed, step, sample), so a resumed run and a run 
 import contextlib
 import math
 import os
+import random
 import signal
 import sys
 from dataclasses import dataclass, fields
@@ -192,6 +193,11 @@ class TrainConfig(Schedule, GPTConfig):
         Schedule.check(self)
         if self.recurrence == 'none' and self.schedule != 'parallel':
             raise ConfigError(f'schedule={self.schedule} needs a recurrence; with recurrence=none take schedule=parallel.')
+        if self.scan and not self.has_direct_path:
+            raise ConfigError(
+                f'scan=True solves the path of the memory along residual connections, and there is none with recurrence='
+                f'{self.recurrence}, cache_residual={self.cache_residual}, residual_injection={self.residual_injection}.'
+            )
         if self.pass_weights and self.recurrence != 'lrt':
             raise ConfigError(
                 f'pass_weights={self.pass_weights} weighs the passes of LRT; recurrence={self.recurrence} is scored once.'
@@ -200,10 +206,10 @@ class TrainConfig(Schedule, GPTConfig):
             raise ConfigError('activation_checkpointing=True recomputes transformer layers; architecture=lstm has none.')
         if self.freeze_base and self.recurrence == 'none':
             raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
-        if self.freeze_base and self.initial and len(self.passes(2)) == 1:
+        if self.freeze_base and self.initial and len(self.choices()[0].passes(2)) == 1:
             raise ConfigError(
                 f'freeze_base=True leaves nothing to train where no pass reads the memory: schedule={self.schedule}, '
-                f'd_forward={self.d_forward}; take jacobi with d_forward of 1 or more, or another schedule.'
+                f'd_forward={self.d_forward}, min_passes={self.min_passes}; take jacobi with 1 or more, or another schedule.'
             )
 
 
@@ -225,13 +231,19 @@ def learning_rate(config, step):
     return peak * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)
 
 
-def schedule_at(config, step):
-    """The schedule of `step`, counted from 0: that of the config, unless its d_forward is still growing."""
+def full_schedule(config, step):
+    """The schedule of `step`, counted from 0, with all its passes: the config's, unless its d_forward is still growing."""
     if config.d_forward_start < 0 or step >= config.d_forward_steps:
         return config
     grown = config.d_forward_start + (config.d_forward - config.d_forward_start) * step // config.d_forward_steps
     values = {f.name: getattr(config, f.name) for f in fields(Schedule)}
-    return Schedule(**values | {'d_forward': grown, 'd_backward': min(config.d_backward, grown + 1)})
+    values |= {'d_forward': grown, 'd_backward': min(config.d_backward, grown + 1), 'min_passes': min(config.min_passes, grown)}
+    return Schedule(**values)
+
+
+def schedule_at(config, step):
+    """The schedule that `step` runs: where min_passes says so, with a number of passes drawn by (seed, step)."""
+    return random.Random(f'{config.seed} {step}').choice(full_schedule(config, step).choices())
 
 
 def main(argv):
@@ -357,7 +369,7 @@ def run(config, resources):
         if signals.stop:
             break
         if evaluated:
-            results = validate(raw, data, config, schedule, process)
+            results = validate(raw, data, config, full_schedule(config, step), process)
             if (new := results['training schedule'].get('loss', math.inf)) < best:
                 best = new
                 checkpoints.keep_best(done)
@@ -454,7 +466,8 @@ def distribute(model, config, process, T):
     if process.world == 1:
         return model
     # Only a schedule without a pass that reads the memory leaves parameters without gradient, and growth begins with it.
-    unused = config.recurrence != 'none' and config.initial and len(schedule_at(config, 0).passes(T)) == 1
+    fewest = full_schedule(config, 0).choices()[0].passes(T)
+    unused = config.recurrence != 'none' and config.initial and len(fewest) == 1
     ids = [torch.device(process.device).index] if process.kind == 'cuda' else None
     return DistributedDataParallel(model, device_ids=ids, find_unused_parameters=unused, gradient_as_bucket_view=True)
 

@@ -1,6 +1,7 @@
 """What a model holds and what it costs: parameters by part, floating-point operations (FLOPs) per token."""
 
 import contextlib
+import functools
 import json
 import math
 import weakref
@@ -16,6 +17,7 @@ from configurator import ConfigError
 from model import build, listed_parameters, recurrence_parameters
 from support.masks import attend
 from support.optimizers import freeze_base, make_optimizers
+from support.scan import linear_recurrence
 
 
 def count_parameters(model):
@@ -45,8 +47,11 @@ def count_flops(model, schedule, T):
 
     A multiply-add counts as 2; matrix products only, each counted by running its module at one position, so that a module of
     another kind is counted too; attention counts every key it is given, causal or not. A backward costs twice its forward.
-    Weights may be on the meta device.
+    Weights may be on the meta device. Where the schedule draws its number of passes, all are means over the numbers.
     """
+    if len(choices := schedule.choices()) > 1:
+        costs = [count_flops(model, choice, T) for choice in choices]
+        return {name: sum(cost[name] for cost in costs) / len(costs) for name in costs[0]}
     c, like = model.config, model.embed.weight
     D, head = c.n_embd, count_call(model.logits, (1, 1, c.n_embd), like=like)
     if c.architecture == 'lstm':
@@ -75,11 +80,16 @@ def count_flops(model, schedule, T):
     if model.memory is not None:
         reading = count_call(model.memory, token, like=like)
     passes = schedule.passes(T) if span else []
+    count_scan = functools.cache(lambda n: count_call(linear_recurrence, (1, n, D), (1, n), like=like))
     forward = step = 0.0
     for number, p in enumerate(passes):
         cost = len(p.positions) * (inside + reading * p.reads_memory + len(span) * attention)
         forward += cost
         step += 3 * cost if p.with_grad else cost
+        if schedule.scan and c.has_direct_path:
+            scan = count_scan(T - p.positions.start)
+            forward += scan
+            step += 2 * scan if p.with_grad and number < len(passes) - 1 else scan  # nothing reads what the last pass writes
         if p.with_grad and number and not passes[number - 1].with_grad:  # the memory that it reads has no gradient
             step -= len(p.positions) * reading
     scored = sum(len(p) for p in model.scored_passes(schedule, T))
@@ -181,7 +191,8 @@ def dry_run(config):
     share = parts.get('recurrence', 0) / total
     for part, n in [*parts.items(), ('total', total)]:
         print(f'{part:<18}{n:>16,}{n / total:>9.2%}')
-    print(f'\nFLOPs per token, schedule={config.schedule}, {config.block_size} tokens    x plain transformer')
+    drawn = f', mean from min_passes={config.min_passes} on' if config.min_passes >= 0 else ''
+    print(f'\nFLOPs per token, schedule={config.schedule}{drawn}, {config.block_size} tokens    x plain transformer')
     for name, label, plain in (
         ('forward', 'forward', 'plain_forward'),
         ('step', 'training step', 'plain_step'),

@@ -115,7 +115,8 @@ def draw_schedule(seed, T, name):
     n_sweeps = rng.choice((1, 1, 2, 3))
     scored = {'jacobi': d_backward, 'interleaved': n_subsets * n_sweeps + 1}.get(name, 1)
     weights = tuple(rng.choice((0.5, 1.0, 3.0)) for _ in range(scored)) if scored > 1 and rng.random() < 0.5 else ()
-    return Schedule(name, d_forward, d_backward, n_subsets, n_sweeps, chunk_size=rng.randint(1, T + 1), pass_weights=weights)
+    chunk_size, scan = rng.randint(1, T + 1), name in ('jacobi', 'interleaved') and rng.random() < 0.5
+    return Schedule(name, d_forward, d_backward, n_subsets, n_sweeps, scan, chunk_size=chunk_size, pass_weights=weights)
 
 
 def gradients(model, loss):
@@ -239,6 +240,29 @@ def oracle_row(c, W, tokens, recurs, schedule):
             h[t] = layer(i, t, h[t], None)
 
     newest, memory, scored = list(h), [None] * T, []
+    sources, have_read = [None] * T, [zero] * T
+    scans = schedule.scan and (c.residual_injection if lrt else c.cache_residual != 'off')
+    share = 1.0
+    if scans and lrt:
+        injected = stack[: source + 1]
+        share = sum(
+            W[f'blocks.{i}.gamma'] * math.prod([W[f'blocks.{j}.alpha'] for j in injected[depth + 1 :]] if nanochat else [])
+            for depth, i in enumerate(injected)
+        )
+
+    def solve_direct_path(start):
+        """The memories from `start` on, once more: each token adds to what it has read what it should have read since."""
+        known = zero if start == 0 or memory[start - 1] is None else memory[start - 1]
+        late = known - have_read[start]
+        for t in range(start, T):
+            keeps = recurs[t] and not opens[t] and t > 0
+            change = late.detach() if t2mlr and (c.detach_memory or c.cache_residual == 'detached') else late
+            memory[t] = norm(sources[t] + share * change) if keeps else norm(sources[t])
+            if t + 1 < T:
+                size = ((sources[t] ** 2).sum() / D + eps).sqrt()
+                kept = torch.clamp(share / size, -1.0, 1.0) if keeps else 0.0
+                late = norm(sources[t]) - have_read[t + 1] + kept * late
+
     for reads, positions, graded in oracle_passes(schedule, T) if lrt or t2mlr else []:
         before = list(memory)  # a pass reads what stood when it began
         with torch.set_grad_enabled(graded):
@@ -253,7 +277,10 @@ def oracle_row(c, W, tokens, recurs, schedule):
                     written = x if i == (source if lrt else last) else written
                 if t2mlr and reading and c.cache_residual != 'off':
                     written = written + (m.detach() if c.cache_residual == 'detached' else m)
-                newest[t], memory[t] = x, norm(written)
+                newest[t], memory[t], sources[t] = x, norm(written), written
+                have_read[t] = m if reading else zero
+            if scans:
+                solve_direct_path(positions[0])
         if lrt and graded:
             scored.append((positions, torch.stack([logits(newest[t]) for t in positions])))
     if not lrt:
@@ -332,12 +359,13 @@ def test_exact_prefix(seed, family, recurrence):
     tokens, _, recur_mask = draw_batch(seed, T)
     exact = model(tokens, schedule=SEQUENTIAL, recur_mask=recur_mask)
     for k in {0, 1, 2, T // 2, T - 1}:
-        for d_backward in {1, 1 + k // 2, k + 1}:
-            logits = model(tokens, schedule=Schedule('jacobi', k, d_backward), recur_mask=recur_mask)
+        for d_backward, scan in itertools.product({1, 1 + k // 2, k + 1}, (False, True)):
+            logits = model(tokens, schedule=Schedule('jacobi', k, d_backward, scan=scan), recur_mask=recur_mask)
             prefix = k + (recurrence == 'lrt')
             close(logits[:, :prefix], exact[:, :prefix])
     everywhere = [Schedule('jacobi', T + extra, d_backward) for extra in (0, 3) for d_backward in (1, 2, T + 1)]
     everywhere += [Schedule('interleaved', n_subsets=T), Schedule('interleaved', n_subsets=T + 3)]
+    everywhere += [replace(schedule, scan=True) for schedule in everywhere]
     for schedule in everywhere + [Schedule('chunked', chunk_size=1)]:
         close(model(tokens, schedule=schedule, recur_mask=recur_mask), exact)
 
@@ -353,7 +381,7 @@ def test_passes_left_out_change_nothing(seed, recurrence, monkeypatch):
     recur_mask = torch.rand(tokens.shape) < 0.7
     recur_mask[:, : rng.randint(0, T)] = False
     k = rng.randint(1, T)
-    schedule = Schedule('jacobi', k, rng.randint(1, k + 1))
+    schedule = Schedule('jacobi', k, rng.randint(1, k + 1), scan=seed % 2 > 0)
     loss, _ = model(tokens, targets, schedule, recur_mask)
     fewer = gradients(model, loss)
     first = k + 1 - schedule.d_backward
@@ -432,7 +460,9 @@ def exact_schedules(n):
         SEQUENTIAL,
         Schedule('jacobi', n, 1),
         Schedule('jacobi', n + 1, n),
+        Schedule('jacobi', n, 1, scan=True),
         Schedule('interleaved', n_subsets=n),
+        Schedule('interleaved', n_subsets=n, scan=True),
         Schedule('chunked', chunk_size=1),
     ]
 
@@ -579,6 +609,7 @@ def test_gradients_equal_backpropagation_through_time(seed, recurrence):
     else:
         schedules += [Schedule('jacobi', T, T + 1, pass_weights=(0.0,) * T + (1.0,))]
         schedules += [Schedule('interleaved', n_subsets=T, pass_weights=(0.0,) + (1.0,) * T)]
+    schedules += [replace(schedule, scan=True) for schedule in schedules[1:]]
     for schedule in schedules:
         close_gradients(gradient(schedule), exact)
 
@@ -648,9 +679,10 @@ def test_activation_checkpointing_changes_no_gradient(seed, recurrence, name):
 @each_family
 def test_gradients_equal_finite_differences(family, recurrence):
     fixed = {'n_layer': 2, 'cache_residual': 'on', 'detach_memory': False, 'recurrence': recurrence, 'family': family}
-    model = draw_model(7, **fixed)
+    model = draw_model(7, residual_injection=True, **fixed)
     tokens, targets, recur_mask = draw_batch(7, T=6, B=2)
     schedules = [SEQUENTIAL, Schedule('jacobi', 3, 4), Schedule('interleaved', n_subsets=2), Schedule('chunked', chunk_size=2)]
+    schedules += [replace(schedule, scan=True) for schedule in schedules[1:3]]
     for schedule in schedules:
         grads = gradients(model, model(tokens, targets, schedule, recur_mask)[0])
         step = {name: torch.randn_like(g) for name, g in grads.items()}
@@ -711,12 +743,14 @@ def test_the_laws_hold_for_every_variant(recurrence, family):
                 Schedule('jacobi', T, 2),
                 Schedule('interleaved', n_subsets=T),
                 Schedule('interleaved', n_subsets=2, n_sweeps=T),
+                Schedule('interleaved', n_subsets=2, n_sweeps=T, scan=True),
                 Schedule('chunked', chunk_size=1),
             ):
                 close(model(tokens, schedule=schedule, recur_mask=recur_mask), exact)
             for schedule in (
                 Schedule('parallel'),
                 Schedule('jacobi', 2, 1),
+                Schedule('jacobi', 2, 1, scan=True),
                 Schedule('interleaved', n_subsets=2),
                 Schedule('interleaved', n_subsets=2, n_sweeps=2),
                 Schedule('chunked', chunk_size=2),
@@ -747,6 +781,7 @@ def test_changes_are_those_of_the_span(family, recurrence):
         model.span = record
         schedules = [Schedule('jacobi', 5, d_backward) for d_backward in (1, 3, 6)]
         schedules += [Schedule('interleaved', n_subsets=S, n_sweeps=n) for S, n in ((2, 1), (3, 2), (20, 1))]
+        schedules += [replace(schedules[seed], scan=True)]
         for schedule in schedules:
             recorded.clear()
             changes = []
@@ -773,8 +808,10 @@ def test_sweeps_extend_the_exact_prefix_by_the_subsets(family, recurrence):
         tokens, _, recur_mask = draw_batch(seed, T, 2)
         exact = model(tokens, schedule=SEQUENTIAL, recur_mask=recur_mask)
         for k in range(1, -(-T // S) + 1):
-            logits = model(tokens, schedule=Schedule('interleaved', n_subsets=S, n_sweeps=k), recur_mask=recur_mask)
-            close(logits[:, : k * S], exact[:, : k * S])
+            for scan in (False, True):
+                schedule = Schedule('interleaved', n_subsets=S, n_sweeps=k, scan=scan)
+                logits = model(tokens, schedule=schedule, recur_mask=recur_mask)
+                close(logits[:, : k * S], exact[:, : k * S])
         changes = []
         schedule = Schedule('interleaved', n_subsets=S, n_sweeps=100, jacobi_tol=1e-3)
         model(tokens, schedule=schedule, recur_mask=recur_mask, changes=changes)
@@ -787,9 +824,8 @@ def test_sweeps_extend_the_exact_prefix_by_the_subsets(family, recurrence):
 @torch.no_grad()
 def test_scores_of_earlier_passes_outlive_later_ones(family, recurrence):
     """Without gradient buffers are written in place; every pass is scored as it was all the same."""
-    for seed, schedule in enumerate(
-        (Schedule('interleaved', n_subsets=3), Schedule('interleaved', n_sweeps=3), Schedule('jacobi', 4, 3), SEQUENTIAL)
-    ):
+    schedules = [Schedule('interleaved', n_subsets=3), Schedule('interleaved', n_sweeps=3), Schedule('jacobi', 4, 3)]
+    for seed, schedule in enumerate([*schedules, SEQUENTIAL, *(replace(schedule, scan=True) for schedule in schedules)]):
         model = draw_model(seed, family=family, recurrence=recurrence, gamma_init=0.5)
         tokens, targets, recur_mask = draw_batch(seed, 9, 2)
         with torch.enable_grad():
@@ -1146,7 +1182,9 @@ SCHEDULES_COUNTED = [
     Schedule('parallel'),
     Schedule('jacobi', 16, 4),
     Schedule('jacobi', 3, 4),
+    Schedule('jacobi', 3, 2, scan=True),
     Schedule('interleaved', n_subsets=3),
+    Schedule('interleaved', n_subsets=3, scan=True),
     Schedule('chunked', chunk_size=16),
     Schedule('sequential'),
 ]
