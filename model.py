@@ -25,7 +25,7 @@ from support.convergence import Convergence
 from support.dtypes import rounding, working_dtype
 from support.loss import count_scored, scored_loss, summed_loss
 from support.masks import Masks, attend
-from support.scan import Scan, norm_memory
+from support.scan import Scan, norm_memory, solve_direct_path
 
 
 @dataclass
@@ -453,6 +453,7 @@ class GPT(LanguageModel):
     """Prelude (layers below the span), span (layers that read or write the memory), coda (layers above it)."""
 
     recurrence_parts, adamw_parts = ('fusion', 'memory'), ('embed', 'value_embeds', 'head')
+    solve_direct_path = staticmethod(solve_direct_path)
 
     def __init__(self, config):
         """Weights are allocated on the current default device and initialised, unless that is 'meta'."""
@@ -551,11 +552,12 @@ class GPT(LanguageModel):
         return self
 
     def compile(self):
-        """Compiles the repeated block, the fusion and the loss, once each; parameter names stay as they are."""
+        """Compiles the repeated block, the fusion, the scan and the loss, once each; parameter names stay as they are."""
         # One graph for each shape of pass, with and without gradient: a few more than the eight at which torch gives up.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for module in (*self.blocks, *([self.fusion] if self.fusion is not None else [])):
             module.compile(dynamic=False)
+        self.solve_direct_path = torch.compile(solve_direct_path, dynamic=False)
         self.summed_loss = torch.compile(self.summed_loss, dynamic=False)
 
     def compile_token(self):
@@ -649,14 +651,12 @@ class GPT(LanguageModel):
         """What solves the direct path of the memory over the positions of `site`; None where the memory has no such path."""
         if not self.config.has_direct_path:
             return None
-        if self.fusion is not None:
-            detached = self.config.detach_memory or self.config.cache_residual == 'detached'
-            return Scan(1.0, site.reads, detached, self.eps)
-        c = 0.0  # what is left of the memory in the stream at the source, after the injection into each layer up to there
-        for layer in self.stack[: self.source + 1]:
-            block = self.blocks[layer]
-            c = (c if block.alpha is None else block.alpha * c) + block.gamma
-        return Scan(c, site.reads, False, self.eps)
+        c, detached = 1.0, self.config.detach_memory or self.config.cache_residual == 'detached'
+        if self.fusion is None:  # what the injections leave in the stream at the source, layer by layer
+            c, detached = 0.0, False
+            for block in (self.blocks[layer] for layer in self.stack[: self.source + 1]):
+                c = (c if block.alpha is None else block.alpha * c) + block.gamma
+        return Scan(c, site.reads, detached, self.eps, self.solve_direct_path)
 
     def hidden(self, tokens, schedule, recur_mask=None, state=None, changes=None, scored=False):
         """Prelude, passes, coda: the top of the stack at every position, (B, T, D), and if they are `scored` the outputs of the

@@ -17,49 +17,53 @@ BLOCK = 64  # positions of one triangular product
 
 
 class Scan:
-    """The direct path over the T positions of one forward.
+    """The direct path over the T positions of one forward, after each pass.
 
-    c: its coefficient, a number or a scalar tensor. reads (B, T, 1), bool: where memory is read; None: everywhere.
-    detached: no gradient flows along the path. eps: that of the memory's norm; None is that of F.rms_norm.
+    c: the coefficient of the path, a number or a scalar tensor. reads (B, T, 1), bool: where memory is read; None: everywhere.
+    detached: no gradient flows along the path. eps: that of the memory's norm. solve: `solve_direct_path`, or that compiled.
     """
 
-    def __init__(self, c, reads, detached, eps):
-        self.c, self.reads, self.detached, self.eps = c, reads, detached, eps
-        self.sources = self.read = None  # the newest of all positions, where passes leave positions out in between
+    def __init__(self, c, reads, detached, eps, solve):
+        self.c, self.reads, self.detached, self.eps, self.solve = c, reads, detached, eps, solve
+        self.sources = self.read = None  # the newest of all positions
 
     def __call__(self, positions, source, read, memory):
-        """After a pass at `positions`, a range: the memories (B, T - start, D) of all positions from its first one on.
+        """After a pass at `positions`, a range: the memories (B, T - start, D) of all positions from its first one on, and
+        these positions, a range.
 
         source (B, n, D): the sources that the pass made, before their norm. read (B, n, D): the memories that it read there;
         None: none. memory (B, T + 1, D): those known before, shifted, so that slot p is what position p reads.
         """
-        T, tail = memory.size(1) - 1, range(positions.start, memory.size(1) - 1)
+        T = memory.size(1) - 1
         read = torch.zeros_like(source) if read is None else read
         if len(positions) == T:
             self.sources, self.read = source, read
         else:
             self.sources = scatter(self.sources, positions, source, in_place=False)
             self.read = scatter(self.read, positions, read, in_place=False)
+        tail = range(positions.start, T)
         before, reads = memory[:, tail.start : tail.start + 1], take(self.reads, tail)
-        return self.solve(take(self.sources, tail), take(self.read, tail), before, reads), tail
+        source, read = take(self.sources, tail), take(self.read, tail)
+        return self.solve(source, read, before, reads, self.c, self.detached, self.eps), tail
 
-    def solve(self, source, read, before, reads):
-        """source, read (B, n, D), before (B, 1, D), reads (B, n, 1) or None -> memories (B, n, D). In float32 or better.
 
-        With s_t = 1 / rms(source_t), a change of the memory travels as q_t = change_t + c s_{t-1} q_{t-1}, where
-        change_t is what this pass adds to what position t has read. c s is held within [-1, 1]: it may exceed that for a while,
-        and the powers of it would overflow where the norm keeps the memory itself bounded.
-        """
-        dtype = source.dtype
-        with torch.autocast(source.device.type, enabled=False):
-            source, read, before = (x if x.dtype == torch.float64 else x.float() for x in (source, read, before))
-            c = self.c if reads is None else self.c * reads
-            change = torch.cat((before, norm_memory(source, self.eps)[:, :-1]), 1) - read
-            eps = torch.finfo(source.dtype).eps if self.eps is None else self.eps
-            share = (c * (source.square().mean(-1, keepdim=True) + eps).rsqrt()).clamp(-1, 1)
-            q = LinearRecurrence.apply(change, F.pad(share[:, :-1, 0], (1, 0)))
-            q = q.detach() if self.detached else q
-            return norm_memory(source + c * q, self.eps).to(dtype)
+def solve_direct_path(source, read, before, reads, c, detached, eps):
+    """source, read (B, n, D), before (B, 1, D), reads (B, n, 1) or None -> memories (B, n, D). In float32 or better.
+
+    With s_t = 1 / rms(source_t), a change of the memory travels as q_t = change_t + c s_{t-1} q_{t-1}, where change_t is what
+    this pass adds to what position t has read. c s is held within [-1, 1]: it may exceed that for a while, and its powers would
+    overflow where the norm keeps the memory itself bounded.
+    """
+    dtype = source.dtype
+    with torch.autocast(source.device.type, enabled=False):
+        source, read, before = (x if x.dtype == torch.float64 else x.float() for x in (source, read, before))
+        c = c if reads is None else c * reads
+        change = torch.cat((before, norm_memory(source, eps)[:, :-1]), 1) - read
+        added = torch.finfo(source.dtype).eps if eps is None else eps
+        share = (c * (source.square().mean(-1, keepdim=True) + added).rsqrt()).clamp(-1, 1)
+        q = LinearRecurrence.apply(change, F.pad(share[:, :-1, 0], (1, 0)))
+        q = q.detach() if detached else q
+        return norm_memory(source + c * q, eps).to(dtype)
 
 
 def norm_memory(source, eps):

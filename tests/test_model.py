@@ -1268,7 +1268,7 @@ def test_a_compiled_model_equals_the_eager_one():
     compiled.compile()
     assert list(compiled.state_dict()) == keys
     tokens, targets, recur_mask = draw_batch(3, T=8, B=2)
-    schedule = Schedule('jacobi', 2, 2)
+    schedule = Schedule('jacobi', 2, 2, scan=True)
     for compiled.activation_checkpointing in (False, True):
         losses = [model(tokens, targets, schedule, recur_mask)[0] for model in (eager, compiled)]
         close(losses[1], losses[0], 1e-5)
