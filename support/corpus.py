@@ -37,7 +37,7 @@ class FineWebEduConfig:
     tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     workers: int = key(0, 'processes that tokenise; 0: one per core', bounds=(0, 1024))
     shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest', bounds=(1000, 2**33))
-    limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all', bounds=(0, 2**62))
+    limit_tokens: int = key(0, 'take documents while they fit into so many tokens; 0: all', bounds=(0, 2**62))
     val_fraction: float = key(
         0.001, 'share of the documents that goes to val; a single txt file is cut, at 5% by default', bounds=VAL_BOUNDS
     )
@@ -54,16 +54,16 @@ def make_fineweb_edu(_, config):
     """Shards of a corpus, train-00000.bin and val-00000.bin and so on, in the order of the source; documents may cross shards.
 
     Until all is done, unfinished.json records what is safely written and the position in the source after it. The same command
-    continues from there: with any number of workers and restarts it writes the same bytes. Memory: some MB per process, and
+    continues from there, and writes the same bytes with any number of workers and restarts. Memory: some MB per process, and
     the largest document.
 
-    Documents without a text, or that the tokenizer does not give back, are kept out and named at the end; of a txt file in
-    several pieces the piece, and what follows it is another document. More than max_lost of them end the work.
+    Documents without a text, or that the tokenizer does not give back, are kept out and named at the end. Of a txt file in
+    several pieces only the piece is, and what follows it is another document. More than max_lost of them end the work.
     """
     # 1. What is asked for, and how much of it is there.
     meta = tokenizer_meta(config.tokenizer)
-    names = source_names(config.source, f'HuggingFaceFW/fineweb-edu sample-{config.subset}')
-    wanted = {'kind': 'text', 'source': names, 'settings': settings_of(config, 'workers', 'max_lost')} | meta
+    source = source_names(config.source, f'HuggingFaceFW/fineweb-edu sample-{config.subset}')
+    wanted = {'kind': 'text', 'source': source, 'settings': settings_of(config, 'workers', 'max_lost')} | meta
     path = os.path.join(config.out, 'unfinished.json')
     if not (state := resume(config, path, wanted)):
         return
@@ -78,7 +78,7 @@ def make_fineweb_edu(_, config):
         print(f'{config.out} holds {total:,} tokens of this already; continuing from there.')
     else:
         clear(config.out)
-    work = UnfinishedCorpus(config, path, state, meta)
+    work = UnfinishedCorpus(config, path, state, meta, total)
 
     # 3. Tokenise batch after batch.
     workers, limit = config.workers or os.cpu_count() or 1, config.limit_tokens or math.inf
@@ -124,12 +124,12 @@ def resume(config, path, wanted):
             raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
         if config.source and state['files'] != list_corpus(config):
             raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
-    return nothing_lost | state  # which an older record does not say
+    return nothing_lost | state  # an older record does not say what was lost
 
 
 def check_space(config, files, itemsize, written):
     """ConfigError unless the disk has room for all tokens of a corpus, `written` bytes of which it holds already."""
-    if config.source:  # 3 bytes of text per token and 3 of text per packed byte: more tokens than there will be
+    if config.source:  # at 3 bytes of text per token, and 3 per packed byte: more tokens than there will be
         text = sum(size * (3 if path.endswith(('.parquet', *PACKED)) else 1) for path, size in files)
         tokens = text if config.tokenizer == 'bytes' else text / 3
     else:
@@ -179,9 +179,8 @@ def tokenise(entries):
         if not entry.content and not entry.why:
             continue
         split = 'val' if int.from_bytes(entry.digest[:8], 'big') < below else 'train'
-        why = entry.why
         try:
-            tokens = encode_document(WORKER['meta'], entry.content, entry.opens)
+            tokens, why = encode_document(WORKER['meta'], entry.content, entry.opens), entry.why
         except LossyError:
             tokens, why = (), LOSSY
         pieces.append((file, entry._replace(content=b''), tokens, split, why))
@@ -208,7 +207,7 @@ def tokenise_all(work, workers, *shared):
 
 class Shards:
     """The files of one split, NAME-00000.bin and so on, of `size` tokens each; `entries` [{'tokens', 'sha256'}] says what they
-    hold, also after append(). What an interrupted run has written beyond is cut off; ConfigError where they are damaged."""
+    hold, also after append(). What an interrupted run wrote beyond that is cut off; ConfigError where they are damaged."""
 
     def __init__(self, folder, name, size, dtype, entries):
         self.folder, self.name, self.size, self.entries, self.digest = Path(folder), name, size, entries, None
@@ -226,7 +225,7 @@ class Shards:
         return self.folder / f'{self.name}-{i:05}.bin'
 
     def append(self, tokens):
-        """`tokens` are on the disk, and among the entries, from now on."""
+        """Writes `tokens` to the disk, and describes them in the entries."""
         while len(tokens):
             if not self.entries or self.entries[-1]['tokens'] == self.size:
                 self.entries.append({'tokens': 0})
@@ -242,21 +241,19 @@ class Shards:
 
 class UnfinishedCorpus:
     """The shards of a corpus so far, and the record of them in unfinished.json at `path`. `total` counts the tokens added,
-    `written` those of them that the record knows."""
+    `written` those among them that the record knows."""
 
-    def __init__(self, config, path, state, meta):
+    def __init__(self, config, path, state, meta, total):
         self.folder, self.path, self.state, self.dtype = config.out, path, state, np.dtype(meta['dtype'])
         self.document_token = np.array([meta['document_token']], self.dtype)
         self.kept_out = KeptOut(state['kept_out'])
-        self.shards, self.unwritten = {}, {}
-        for name, entries in state['shards'].items():
-            self.shards[name] = Shards(config.out, name, config.shard_tokens, self.dtype, entries)
-            self.unwritten[name] = []
-        self.total = self.written = sum(shard['tokens'] for entries in state['shards'].values() for shard in entries)
+        shards = state['shards'].items()
+        self.shards = {name: Shards(config.out, name, config.shard_tokens, self.dtype, entries) for name, entries in shards}
+        self.unwritten, self.total, self.written = {name: [] for name in self.shards}, total, total
 
     @property
     def documents(self):
-        """How many documents were read, those that were lost among them."""
+        """How many documents were read, including those that were lost."""
         return sum(self.state['documents'].values()) + self.kept_out.lost
 
     def add(self, pieces, limit):
@@ -286,7 +283,7 @@ class UnfinishedCorpus:
         self.written = self.total
 
     def splits(self):
-        """The entries of the splits in meta.json; ConfigError, and nothing is left, where one is empty."""
+        """The entries of the splits in meta.json. Where one is empty, nothing is left of the dataset: ConfigError."""
         splits = {}
         for name, entries in self.state['shards'].items():
             if not entries:

@@ -76,19 +76,19 @@ def checksums(meta):
 
 
 def shard_names(split, entry):
-    """[(file name without its ending, entry)] of the files of a split, by its entry in meta.json; names are never read."""
+    """[(file name without its ending, entry)] of the files of a split, by its entry in meta.json, which states no names."""
     if 'shards' not in entry:
         return [(split, entry)]
     return [(f'{split}-{i:05}', shard) for i, shard in enumerate(entry['shards'])]
 
 
 def save_split(work, meta, name, arrays, counts):
-    """Writes the arrays of a task's split into the folder `work`, and into meta what they are: `counts`, the checksum, and
+    """Writes the arrays of a task's split into the folder `work`, and describes them in meta: by `counts`, the checksum, and
     waste, the share of the tokens that is padding."""
     np.savez(f'{work}/{name}.npz', **arrays)
-    waste = 1 - int(arrays['lengths'].sum()) / arrays['tokens'].size
+    waste = round(1 - int(arrays['lengths'].sum()) / arrays['tokens'].size, 4)
     meta['longest'][name] = arrays['tokens'].shape[1]
-    meta['splits'][name] = counts | {'waste': round(waste, 4), 'sha256': file_sha256(f'{work}/{name}.npz')}
+    meta['splits'][name] = counts | {'waste': waste, 'sha256': file_sha256(f'{work}/{name}.npz')}
 
 
 def write_json(path, value):

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from configurator import ConfigError, explaining, key
-from support.files import PACKED, ending, refuse_scripts, unpacked
+from support.files import JSON, JSONL, ending, refuse_scripts, unpacked
 from support.folders import VAL_BOUNDS, choose_val, source_names
 from support.optional import import_optional
 from support.text_tasks import TextTaskConfig, make_text_task
@@ -27,7 +27,7 @@ HUB = {  # what `datasets` loads: plain files, no code of theirs
 @dataclass
 class QuestionConfig(TextTaskConfig):
     source: str = key('', 'a jsonl, json or parquet file of the same format, a folder or pattern of them; empty: the hub')
-    val_fraction: float = key(0.05, 'share of the examples that makes val, where only train or val is there', bounds=VAL_BOUNDS)
+    val_fraction: float = key(0.05, 'share of the examples that makes val, if the source lacks train or val', bounds=VAL_BOUNDS)
 
 
 def make_questions(task, config):
@@ -36,11 +36,9 @@ def make_questions(task, config):
 
 
 def read_questions(task, config):
-    """{split: examples} of a question-answer dataset as its source has them; test alone is for evaluation alone.
-
-    Where only one of train and val is there, the prompts with the smallest sha256 make val. What a later split holds is left
-    out of an earlier one, in the order train, val, test.
-    """
+    """{split: examples} of a question-answer dataset; one that has only test is for evaluation only. Where only one of train
+    and val exists, the prompts with the smallest sha256 make val. A prompt of test is left out of val and train, and one of
+    val out of train."""
     examples = {}
     for split, rows in read_splits(task, config.source).items():
         examples[split] = []
@@ -67,8 +65,8 @@ def read_questions(task, config):
 
 
 def read_splits(task, source):
-    """{'train' | 'val' | 'test': [(where, row)]} of files, or of the hub, told apart by the words in their names; one without
-    such a word is train."""
+    """{'train' | 'val' | 'test': [(where, row)]} of files, or of the hub. The words in a file's name tell its split: train
+    where it has none."""
     if source:
         parts = {path: read_rows(path) for path in question_files(source)}
     else:
@@ -91,7 +89,7 @@ def question_files(source):
     source = os.path.expanduser(source)
     paths = [os.path.join(source, name) for name in os.listdir(source)] if os.path.isdir(source) else glob.glob(source)
     paths = sorted([source] if os.path.isfile(source) else paths)
-    kinds = ('.parquet', *(kind + packed for kind in ('.jsonl', '.json') for packed in ('', *PACKED)))
+    kinds = ('.parquet', *JSONL, *JSON)
     refuse_scripts(paths, kinds)
     if missing := [path for path in paths if not os.path.exists(path)]:
         raise ConfigError(f'{missing[0]} is a link that leads nowhere; mend or remove it.')
@@ -105,16 +103,16 @@ def question_files(source):
 
 def read_rows(path):
     """The rows of a jsonl, json (a list) or parquet file, the first two perhaps packed; ConfigError for any other file."""
-    remedy, kind = 'it should hold one JSON object a row', os.path.splitext(path.removesuffix('.gz').removesuffix('.zst'))[1]
+    remedy, kind = 'it should hold one JSON object a row', ending(path).split('.')[1]
     with explaining(f'{path} cannot be read', remedy):
-        if kind == '.parquet':
+        if kind == 'parquet':
             return import_optional('pyarrow.parquet').read_table(path).to_pylist()
         with open(path, 'rb') as packed:
             text = as_text(unpacked(path, packed).read())
-        rows = json.loads(text or '[]') if kind == '.json' else []
+        rows = json.loads(text or '[]') if kind == 'json' else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')
-    for number, line in enumerate(text.split('\n') if kind == '.jsonl' else (), start=1):
+    for number, line in enumerate(text.split('\n') if kind == 'jsonl' else (), start=1):
         with explaining(f'{path} cannot be read at line {number}', remedy):
             rows += [json.loads(line)] if line.strip() else []
     return rows
