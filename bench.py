@@ -240,12 +240,11 @@ def bench_train(bench):
         if bench.compile:
             row['start_s'] = round(first[name] - row['ms'] / 1e3, 1)
     show(results, ms='.1f', ratio='.2f', floor='.2f', tokens_s=',', mfu='.1%', start_s='.1f')
-    if bench.profile:
-        for name, (step, *_) in steps.items():
-            with torch.profiler.profile() as profile:
-                step()
-            print(f'\n{name}')
-            print(profile.key_averages().table(sort_by='self_cpu_time_total', row_limit=15, max_name_column_width=40))
+    for name, (step, *_) in steps.items() if bench.profile else ():
+        with torch.profiler.profile() as profile:
+            step()
+        table = profile.key_averages().table(sort_by='self_cpu_time_total', row_limit=15, max_name_column_width=40)
+        print(f'\n{name}\n{table}')
     return results
 
 
@@ -272,8 +271,8 @@ def bench_scaling(bench):
 
 
 def peak_memory(bench, variant):
-    """Bytes that two steps need at most, as the first makes the state of the optimizers; on CPU, how much this process grew. To
-    be called in a new process."""
+    """The most bytes that two steps need (the first makes the state of the optimizers); on CPU, how much this process grew.
+    To be called in a new process."""
     device, peaks = use_device(bench), []
     for size in (replace(bench, n_embd=2 * bench.n_head, vocab_size=2, block_size=2, batch_size=1), bench):
         step, *_ = training_step(size, variant, device)  # the small one loads the libraries
@@ -354,8 +353,8 @@ def bench_decode(bench):
         calls[name] = call
     results = compare(measure(calls, bench.rounds, device), 'plain')
     for name, row in results.items():
-        row['ms'] = round(row['ms'] / bench.tokens, 3)
-        row['floor'], row['weights'] = round(floors[name], 3), round(weights[name] / weights['plain'], 3)
+        row |= {'ms': round(row['ms'] / bench.tokens, 3), 'floor': round(floors[name], 3)}
+        row['weights'] = round(weights[name] / weights['plain'], 3)
     show(results, ms='.2f', ratio='.3f', floor='.3f', weights='.3f')
     return results
 
@@ -383,9 +382,8 @@ def bench_prefill(bench):
         model, checkpoint = load_model(find_checkpoint(bench.ckpt), device)
         name = model.config.recurrence
         if name == 'none' or checkpoint['meta']['kind'] != 'text' or bench.prompt > model.config.block_size:
-            needs = f'must be a recurrent text model that fits prompt={bench.prompt}'
             has = f'recurrence={name} and a context of {model.config.block_size}'
-            raise ConfigError(f'ckpt={bench.ckpt} {needs}; it has {has}.')
+            raise ConfigError(f'ckpt={bench.ckpt} must be a recurrent text model that fits prompt={bench.prompt}; it has {has}.')
         tokens = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val')[: bench.prompt].astype('int64'))[None]
         models = {name: model}
     else:
@@ -434,10 +432,8 @@ def bench_data(bench):
         take_step(model, optimizers, config, *(None if t is None else t.to(device) for t in batch))
 
     training = tokens / measure({'step': step}, bench.rounds, device)['step']
-    results = {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(training)}
-    results['ratio'] = round(loader / training, 1)
-    print(f'loader {loader:,.0f} tokens/s, training {training:,.0f} tokens/s: {results["ratio"]} times')
-    return results
+    print(f'loader {loader:,.0f} tokens/s, training {training:,.0f} tokens/s: {loader / training:.1f} times')
+    return {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(training), 'ratio': round(loader / training, 1)}
 
 
 def bench_configs(bench):
@@ -473,11 +469,10 @@ BENCHES = {
 
 
 def main(argv):
-    if not argv or argv[0] not in BENCHES:
-        if argv in ([], ['--help'], ['-h']):
-            with reporting():
-                print(__doc__)
-            raise SystemExit(0)
+    if argv in ([], ['--help'], ['-h']):
+        with reporting():
+            return print(__doc__)
+    if argv[0] not in BENCHES:
         raise fail(f'{argv[0]} is not a benchmark; {nearest(argv[0], BENCHES)}')
     config_class, run = BENCHES[argv[0]]
     config = parse(config_class, argv[1:], f'python bench.py {argv[0]} [--key=value ...]')

@@ -139,7 +139,7 @@ def print_help(config_class, usage):
 
 @contextlib.contextmanager
 def explaining(what, remedy):
-    """For code that fails in many ways (a parser, the network): a failure becomes ConfigError "WHAT (the reason); REMEDY."."""
+    """For code that fails in many ways (a parser, the network): a failure becomes ConfigError "WHAT (reason); REMEDY."."""
     try:
         yield
     except (ConfigError, MemoryError):
@@ -150,10 +150,8 @@ def explaining(what, remedy):
 
 
 def parse(config_class, argv, usage):
-    """An instance of `config_class` (a dataclass of `key` fields) from `argv`, checked by its own `check()`.
-
-    Raises SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake.
-    """
+    """An instance of `config_class` (a dataclass of `key` fields) from `argv`, checked by its own `check()`. Raises
+    SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake."""
     if '--help' in argv or '-h' in argv:
         with reporting():
             print_help(config_class, usage)
@@ -166,11 +164,10 @@ def parse(config_class, argv, usage):
             raise ConfigError(f'the config file {path} sets no key; write key = value, or `from other_config import *`.')
         for source, pairs in ((path, assigned), ('the command line', given)):
             for name, value in pairs.items():
-                if name not in declared:
-                    if callable(value) or isinstance(value, ModuleType):
-                        continue  # what a config file imports or defines for its own use
+                if name in declared:
+                    values[name] = convert(name, value, declared[name].default, declared[name].metadata['names'])
+                elif not callable(value) and not isinstance(value, ModuleType):  # these a file may have for its own use
                     raise ConfigError(f'unknown key {name!r} in {source}; {suggest_key(name, declared)}')
-                values[name] = convert(name, value, declared[name].default, declared[name].metadata['names'])
         config = config_class(**values)
         check_keys(config)
         config.check()
@@ -190,7 +187,7 @@ def fail(sentence, code=2):
 
 @contextlib.contextmanager
 def reporting():
-    """For the work of a command: what a user can cause ends in one sentence and a documented exit code."""
+    """For the work of a command: a failure that a user can cause ends in one sentence and a documented exit code."""
     try:
         yield
         if sys.stdout:  # None if it was closed from the start

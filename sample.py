@@ -25,7 +25,7 @@ from tqdm import tqdm
 from configurator import ConfigError, key, parse, reporting
 from schedule import SEQUENTIAL, Schedule
 from support.chat import chat_tokens
-from support.loading import computing, find_checkpoint, load
+from support.loading import DTYPES, computing, find_checkpoint, load
 from support.pretrained import export
 from support.processes import check_compiler, use_device
 from support.prompts import encode_prompts, find_questions, is_aligned, print_answers, prompt_recurs
@@ -52,9 +52,7 @@ class SampleConfig:
     seed: int = key(1337, 'sample i is drawn with seed + i, whatever is decoded beside it', bounds=(0, 2**62 - 1))
     prefill: str = key('jacobi', 'prompts by parallel passes unless they are short, or token by token', ('jacobi', 'exact'))
     prefill_chunk: int = key(256, 'jacobi: tokens solved together; longer prompts go chunk by chunk', bounds=(1, math.inf))
-    jacobi_tol: float = key(
-        1e-4, 'jacobi: passes end when the span changes by a smaller share, or by rounding; 0 is exact', bounds=(0, math.inf)
-    )
+    jacobi_tol: float = key(1e-4, 'jacobi: passes end at a smaller relative change, or at rounding; 0 is exact', bounds=(0, math.inf))
     overflow: str = key('stop', 'at the end of the context stop, or continue from its second half', ('stop', 'slide'))
     interactive: bool = key(False, 'read a line, continue it, read the next; the state stays between turns')
     compile: bool = key(False, 'compile the forward of a token (on CUDA with CUDA graphs); pays off over many tokens')
@@ -62,7 +60,7 @@ class SampleConfig:
     export: str = key('', 'decode nothing; write the model to this folder: for transformers if it has such a model, else ours')
     drop_recurrence: bool = key(False, 'export: leave out what the recurrence added')
     overwrite: bool = key(False, 'export: replace an earlier export')
-    dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', ('auto', 'float32', 'bfloat16', 'float64'))
+    dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', DTYPES)
     device: str = key('auto', 'cpu, cuda or mps; auto takes a GPU where there is one')
     threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
 
@@ -198,7 +196,7 @@ def generate(decoder, config, push, generators=None):
 
 class Text:
     """The text of one row as its tokens arrive: whole characters, and nothing that may yet turn out to be a stop text. With
-    `echo` it is printed as it becomes certain, except what `close` returns."""
+    `echo` it is printed as it becomes certain, except for what `close` returns."""
 
     def __init__(self, meta, stops, echo=False):
         self.meta, self.stops, self.echo = meta, [stop for stop in stops if stop], echo
@@ -255,9 +253,8 @@ def complete(model, meta, prompts, config, stops=(), recurs=True, done=lambda te
 
 
 def chat_loop(model, meta, config):
-    """Reads a line, continues it or, with a chat template, answers it; reads the next. Only what is new is read into the state,
-    unless the template renders the longer conversation in another way: then all of it, into a fresh one. Ends with the input.
-    """
+    """Reads a line, continues it or, with a chat template, answers it; then the next, until the input ends. Only what is new is
+    read into the state, unless the template changes what it rendered before: then all of it, into a fresh state."""
     if sys.stdin is None:
         raise ConfigError('interactive=True reads the standard input, which is closed.')
     decoder, messages, unread = Decoder(model, config), [], [meta['document_token']]

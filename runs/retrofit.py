@@ -80,12 +80,11 @@ def step_cost(argv):
         rows = data.rows('train', config.seed, next(numbers), config.batch_size, T)
         take_step(model, optimizers, config, *data.batch('train', rows, T, device))
 
-    costs = measure({'seconds': step}, STEPS, device, warm_up=1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak = torch.cuda.max_memory_allocated() if device.startswith('cuda') else peak
-    flops = count_flops(model, config, T)
-    costs |= {'bytes': peak, 'floor': flops['step'] / flops['plain_step'], 'shape': [config.batch_size, T]}
-    print(json.dumps(costs))
+    costs, flops = measure({'seconds': step}, STEPS, device, warm_up=1), count_flops(model, config, T)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if device.startswith('cuda') else resident
+    ratio = flops['step'] / flops['plain_step']
+    print(json.dumps(costs | {'bytes': peak, 'floor': ratio, 'shape': [config.batch_size, T]}))
 
 
 def cost(argv):
@@ -135,11 +134,10 @@ def table(folder):
 
 def main(argv):
     commands = {'model': make_model, 'step': step_cost, 'cost': cost, 'table': table}
-    if not argv or argv[0] not in commands:
-        if argv in ([], ['--help'], ['-h']):
-            with reporting():
-                print(__doc__)
-            return
+    if argv in ([], ['--help'], ['-h']):
+        with reporting():
+            return print(__doc__)
+    if argv[0] not in commands:
         raise fail(f'{argv[0]} is no command; {nearest(argv[0], commands)}')
     name, *rest = argv
     if name in ('model', 'table') and len(rest) != 1:

@@ -9,6 +9,7 @@ from tqdm import tqdm
 from configurator import ConfigError
 from schedule import exact_schedule
 from support.loss import score_tokens
+from support.optional import import_optional
 from support.processes import warn
 from support.tokens import encode
 
@@ -74,11 +75,8 @@ def harness(model, meta, batch_size, results, generate, opens=True):
     stops): the texts that are decoded after prompts (ids). opens: the document token comes before every text, as in our
     training; else only where there is no context at all.
     """
-    try:
-        from lm_eval.api.model import LM
-        from lm_eval.models.utils import Collator
-    except ImportError:
-        raise ConfigError('lm_eval needs the harness; install it with pip install lm-eval.') from None
+    LM = import_optional('lm_eval.api.model', 'lm-eval').LM
+    Collator = import_optional('lm_eval.models.utils', 'lm-eval').Collator
 
     def resumable(measure):
         """A method of the harness from a function that turns the arguments of some requests into their results."""

@@ -16,6 +16,8 @@ from support.checkpoint import load_weights, read_checkpoint
 from support.pretrained import load_pretrained, pretrained_config, pretrained_folder
 from support.tokens import ids_without_token, tokenizer_meta
 
+DTYPES = ('auto', 'float32', 'bfloat16', 'float64')  # what a command may compute in
+
 
 def find_checkpoint(path, root='out'):
     """The file that `path` means: itself (or hf:FOLDER), the ckpt.pt inside it, or the newest below `root` when it is empty.
