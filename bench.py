@@ -382,8 +382,8 @@ def bench_prefill(bench):
         model, checkpoint = load_model(find_checkpoint(bench.ckpt), device)
         name = model.config.recurrence
         if name == 'none' or checkpoint['meta']['kind'] != 'text' or bench.prompt > model.config.block_size:
-            has = f'recurrence={name} and a context of {model.config.block_size}'
-            raise ConfigError(f'ckpt={bench.ckpt} must be a recurrent text model that fits prompt={bench.prompt}; it has {has}.')
+            has = f'it has recurrence={name} and a context of {model.config.block_size}'
+            raise ConfigError(f'ckpt={bench.ckpt} must be a recurrent text model that fits prompt={bench.prompt}; {has}.')
         tokens = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val')[: bench.prompt].astype('int64'))[None]
         models = {name: model}
     else:
@@ -432,8 +432,9 @@ def bench_data(bench):
         take_step(model, optimizers, config, *(None if t is None else t.to(device) for t in batch))
 
     training = tokens / measure({'step': step}, bench.rounds, device)['step']
-    print(f'loader {loader:,.0f} tokens/s, training {training:,.0f} tokens/s: {loader / training:.1f} times')
-    return {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(training), 'ratio': round(loader / training, 1)}
+    ratio = round(loader / training, 1)
+    print(f'loader {loader:,.0f} tokens/s, training {training:,.0f} tokens/s: {ratio} times')
+    return {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(training), 'ratio': ratio}
 
 
 def bench_configs(bench):

@@ -52,7 +52,7 @@ class SampleConfig:
     seed: int = key(1337, 'sample i is drawn with seed + i, whatever is decoded beside it', bounds=(0, 2**62 - 1))
     prefill: str = key('jacobi', 'prompts by parallel passes unless they are short, or token by token', ('jacobi', 'exact'))
     prefill_chunk: int = key(256, 'jacobi: tokens solved together; longer prompts go chunk by chunk', bounds=(1, math.inf))
-    jacobi_tol: float = key(1e-4, 'jacobi: passes end at a smaller relative change, or at rounding; 0 is exact', bounds=(0, math.inf))
+    jacobi_tol: float = key(1e-4, 'jacobi: ends at a smaller relative change, or at rounding; 0 is exact', bounds=(0, math.inf))
     overflow: str = key('stop', 'at the end of the context stop, or continue from its second half', ('stop', 'slide'))
     interactive: bool = key(False, 'read a line, continue it, read the next; the state stays between turns')
     compile: bool = key(False, 'compile the forward of a token (on CUDA with CUDA graphs); pays off over many tokens')
