@@ -472,7 +472,8 @@ BENCHES = {
 def main(argv):
     if argv in ([], ['--help'], ['-h']):
         with reporting():
-            return print(__doc__)
+            print(__doc__)
+        raise SystemExit(0)
     if argv[0] not in BENCHES:
         raise fail(f'{argv[0]} is not a benchmark; {nearest(argv[0], BENCHES)}')
     config_class, run = BENCHES[argv[0]]
