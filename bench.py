@@ -145,8 +145,8 @@ class TextbookLayer(nn.Module):
 
 
 class Textbook(nn.Module):
-    """The plain transformer of the nanochat family, written without a memory in mind: the yardstick for ours, which computes
-    the same."""
+    """The plain transformer of the nanochat family, written without a memory in mind: the yardstick
+    for ours, which computes the same."""
 
     def __init__(self, config):
         super().__init__()
@@ -193,8 +193,8 @@ def take_step(model, optimizers, config, x, y, recur_mask=None):
 
 
 def training_step(bench, variant, device):
-    """(a function that takes one step of `variant`, a name or settings; the step's FLOPs as a multiple of the plain
-    transformer's; the step's FLOPs)."""
+    """(a function that takes one step of `variant`, a name or settings; the step's FLOPs as a
+    multiple of the plain transformer's; the step's FLOPs)."""
     config = training_config(bench, variant)
     torch.manual_seed(0)
     model = (Textbook if variant == 'textbook' else build)(config).to(device)
@@ -249,8 +249,8 @@ def bench_train(bench):
 
 
 def bench_scaling(bench):
-    """How the time of a step grows beside its FLOPs: from T to 2 T and 4 T at the same number of tokens, and from 4 to 8 and
-    16 passes."""
+    """How the time of a step grows beside its FLOPs: from T to 2 T and 4 T at the same number of
+    tokens, and from 4 to 8 and 16 passes."""
     if bench.batch_size % 4:
         raise ConfigError(f'batch_size={bench.batch_size} must be divisible by 4, for four times the length.')
     device, cells = use_device(bench), {}  # settings, variant, and the cell to compare with
@@ -271,8 +271,8 @@ def bench_scaling(bench):
 
 
 def peak_memory(bench, variant):
-    """The most bytes that two steps need (the first makes the state of the optimizers); on CPU, how much this process grew.
-    To be called in a new process."""
+    """The most bytes that two steps need (the first makes the state of the optimizers); on CPU, how
+    much this process grew. To be called in a new process."""
     device, peaks = use_device(bench), []
     for size in (replace(bench, n_embd=2 * bench.n_head, vocab_size=2, block_size=2, batch_size=1), bench):
         step, *_ = training_step(size, variant, device)  # the small one loads the libraries
@@ -331,8 +331,8 @@ def decoding_variants(n_layer):
 
 @torch.inference_mode()
 def bench_decode(bench):
-    """Milliseconds per token, and three ratios to the plain transformer: of time, of FLOPs (the floor), and of the weights that
-    a token reads, which bind a single sequence."""
+    """Milliseconds per token, and three ratios to the plain transformer: of time, of FLOPs (the
+    floor), and of the weights that a token reads, which bind a single sequence."""
     device = use_device(bench)
     token = torch.zeros(bench.batch_size, 1, dtype=torch.long, device=device)
     calls, floors, weights = {}, {}, {}
@@ -438,8 +438,8 @@ def bench_data(bench):
 
 
 def bench_configs(bench):
-    """One row per config: parameters, the recurrence's share, FLOPs as multiples of the plain transformer's. Where the data
-    decide the vocabulary, the row has that of bytes, in brackets."""
+    """One row per config: parameters, the recurrence's share, FLOPs as multiples of the plain
+    transformer's. Where the data decide the vocabulary, the row has that of bytes, in brackets."""
     results, rows = {}, []
     for path in sorted(Path(__file__).parent.glob('config/*.py')):
         config = parse(TrainConfig, [str(path), '--dry_run=True'], 'python bench.py configs')

@@ -53,8 +53,8 @@ def within(name, value, low, high, why):
 
 
 def convert(name, value, default, names=None):
-    """`value` (text from the command line, or an object from a config file) as the type of `default`, or ConfigError.
-    names: {word: number}, as those of a key."""
+    """`value` (text from the command line, or an object from a config file) as the type of
+    `default`, or ConfigError. names: {word: number}, as those of a key."""
     kind = type(default)
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         if names and isinstance(value, str) and value in names:
@@ -84,8 +84,8 @@ def show(value, names=None):
 
 
 def read_config_file(path):
-    """The names that a config file assigns, as a dict. It may start from another, in its own folder or in config/, by
-    `from other_config import *`."""
+    """The names that a config file assigns, as a dict. It may start from another, in its own folder
+    or in config/, by `from other_config import *`."""
     if not os.path.isfile(path):
         folder, name = os.path.split(path)
         files = {p.name: os.path.relpath(p) for parent in ('config', folder) for p in Path(parent).glob('*.py') if p.is_file()}
@@ -150,8 +150,8 @@ def explaining(what, remedy):
 
 
 def parse(config_class, argv, usage):
-    """An instance of `config_class` (a dataclass of `key` fields) from `argv`, checked by its own `check()`. Raises
-    SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake."""
+    """An instance of `config_class` (a dataclass of `key` fields) from `argv`, checked by its own
+    `check()`. Raises SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake."""
     if '--help' in argv or '-h' in argv:
         with reporting():
             print_help(config_class, usage)

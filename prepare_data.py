@@ -232,8 +232,8 @@ def count_examples(config, steps):
 
 
 def plan_splits(config):
-    """{split: {steps: examples}}: every split spreads its examples over its lengths in proportion to steps^-length_bias (0:
-    evenly), as far as their supply allows.
+    """{split: {steps: examples}}: every split spreads its examples over its lengths in proportion
+    to steps^-length_bias (0: evenly), as far as their supply allows.
 
     No example is in two splits or twice in one, and short ones run out (without retrieval S_3 has six of one step). So test
     and val take at most a quarter each of the examples that exist of a training length, and train may have all the rest.
@@ -406,8 +406,8 @@ class AssignmentConfig(DrawnConfig):
         number_range('values', self.values, 0, 10**8, 'numbers are 0 to 10^8')
 
     def draw(self, rng, depth):
-        """Every statement gives a variable a number or an earlier variable; the last one of the chain is asked for.
-        Distractors may be aliases of the chain's variables."""
+        """Every statement gives a variable a number or an earlier variable; the last one of the
+        chain is asked for. Distractors may be aliases of the chain's variables."""
         number, other, question = ASSIGNMENTS[self.form]
         names = rng.sample(PEOPLE if self.form == 'words' else LETTERS, self.variables)
         chain = sorted(rng.sample(range(self.variables), depth + 1))

@@ -5,8 +5,8 @@ sequence. A prompt is read token by token (--prefill=exact) or in parallel, by f
 texts continues the prompt, or answers the question in it; one with a chat template answers it as a message; one of an aligned
 task answers at every token of the prompt that asks. --ckpt=hf:FOLDER takes a pretrained folder, --export=FOLDER makes one.
 
-Prompts are UTF-8 in any locale, from an argument, a file or the standard input. A line ends with `\\n` or `\\r\\n`, read as
-`\\n`; a byte-order mark at the start is left out (support/texts.py).
+Prompts are UTF-8 in any locale, from an argument, a file or the standard input. A line ends with
+`\\n` or `\\r\\n`, read as `\\n`; a byte-order mark at the start is left out (support/texts.py).
 """
 
 import codecs
@@ -136,8 +136,8 @@ class Decoder:
         self.rows = []  # of each sequence, pairs of a token and whether it reads the memory
 
     def read(self, new, recurs=True):
-        """Reads `new`, a list of ids for each row (of equal length after the first call); leaves logits (rows, vocab_size).
-        recurs: whether these tokens read the memory.
+        """Reads `new`, a list of ids for each row (of equal length after the first call); leaves
+        logits (rows, vocab_size). recurs: whether these tokens read the memory.
 
         A row that does not fit the context continues from its last half, which is read again into a fresh state.
         """

@@ -1,7 +1,7 @@
 """Whether a long run leaks: `python -m runs.soak [--steps=N]` trains a tiny model, and samples from each of its checkpoints.
 
-Training, evaluation, checkpoints and samples share one process, so whatever one of them leaks adds up. Prints the resident
-memory on the way; exit code 1 when it grew after the warm-up.
+Training, evaluation, checkpoints and samples share one process, so whatever one of them leaks adds
+up. Prints the resident memory on the way; exit code 1 when it grew after the warm-up.
 """
 
 import contextlib

@@ -53,9 +53,9 @@ class FineWebEduConfig:
 def make_fineweb_edu(_, config):
     """Shards of a corpus, train-00000.bin and val-00000.bin and so on, in the order of the source; documents may cross shards.
 
-    Until all is done, unfinished.json records what is safely written and the position in the source after it. The same command
-    continues from there, and writes the same bytes with any number of workers and restarts. Memory: some MB per process, and
-    the largest document.
+    Until all is done, unfinished.json records what is safely written and the position in the source
+    after it. The same command continues from there, and writes the same bytes with any number of
+    workers and restarts. Memory: some MB per process, and the largest document.
 
     Documents without a text, or that the tokenizer does not give back, are kept out and named at the end. Of a txt file in
     several pieces only the piece is, and what follows it is another document. More than max_lost of them end the work.
@@ -107,8 +107,8 @@ def make_fineweb_edu(_, config):
 
 
 def resume(config, path, wanted):
-    """What unfinished.json at `path` records, or an empty record where it is missing; None where the dataset is finished.
-    ConfigError unless the work can be continued."""
+    """What unfinished.json at `path` records, or an empty record where it is missing; None where
+    the dataset is finished. ConfigError unless the work can be continued."""
     identity = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
     if os.path.exists(path) and os.path.exists(os.path.join(config.out, 'meta.json')):  # killed at its very last step
         os.remove(path)
@@ -143,8 +143,8 @@ def check_space(config, files, itemsize, written):
 
 
 def batches(files, position, config):
-    """Yields (position after it, share of the corpus read, [(number of the file, Entry)]) of each batch after `position`,
-    which is [number of the file, entries of it read]."""
+    """Yields (position after it, share of the corpus read, [(number of the file, Entry)]) of each
+    batch after `position`, which is [number of the file, entries of it read]."""
     (begin, skip), entries, filled = position, [], 0
     before, total = sum(size for _, size in files[:begin]), sum(size for _, size in files)
     single = len(files) == 1 and '.txt' in ending(files[0][0])
@@ -172,8 +172,8 @@ def start_worker(meta, val_fraction):
 
 
 def tokenise(entries):
-    """[(number of the file, Entry without its content, tokens, split, why it is kept out, if it is)] of a batch
-    without its blank entries."""
+    """[(number of the file, Entry without its content, tokens, split, why it is kept out, if it
+    is)] of a batch without its blank entries."""
     pieces, below = [], WORKER['val_fraction'] * 2**64
     for file, entry in entries:
         if not entry.content and not entry.why:
@@ -240,8 +240,8 @@ class Shards:
 
 
 class UnfinishedCorpus:
-    """The shards of a corpus so far, and the record of them in unfinished.json at `path`. `total` counts the tokens added,
-    `written` those among them that the record knows."""
+    """The shards of a corpus so far, and the record of them in unfinished.json at `path`. `total`
+    counts the tokens added, `written` those among them that the record knows."""
 
     def __init__(self, config, path, state, meta, total):
         self.folder, self.path, self.state, self.dtype = config.out, path, state, np.dtype(meta['dtype'])

@@ -70,8 +70,8 @@ class Dataset:
         self.splits, self.starts, self.document_rows = {}, {}, False
 
     def split(self, name):
-        """Text: the token stream, a memory map or a Stream of them. Task: a dict of arrays. Raises ConfigError where a file
-        differs from what meta.json says of it."""
+        """Text: the token stream, a memory map or a Stream of them. Task: a dict of arrays. Raises
+        ConfigError where a file differs from what meta.json says of it."""
         if name not in self.splits:
             path = os.path.join(self.folder, name + ('.bin' if self.is_text else '.npz'))
             with refuse_damage(path):
@@ -117,8 +117,8 @@ class Dataset:
         return self.starts[name]
 
     def complete(self, config):
-        """Sets the settings that depend on the data: reset_token and vocab_size. Raises ConfigError when the model cannot take
-        this dataset."""
+        """Sets the settings that depend on the data: reset_token and vocab_size. Raises ConfigError
+        when the model cannot take this dataset."""
         config.reset_token = self.reset_token(config)
         if config.vocab_size and config.vocab_size < self.vocab_size:
             why = f'vocab_size={config.vocab_size} is too small for {self.folder}, which has {self.vocab_size} tokens'
@@ -226,8 +226,8 @@ class Dataset:
         return to_device((*tensors, *([None] if self.is_text else [])), device)
 
     def training_batches(self, config, process, start):
-        """Yields for each step from `start` on, read one step ahead: how many sequences of the batch score each position,
-        (T,), and the micro-batches of this process, on the host."""
+        """Yields for each step from `start` on, read one step ahead: how many sequences of the
+        batch score each position, (T,), and the micro-batches of this process, on the host."""
         T = self.length('train', config.block_size)
 
         def read(step):

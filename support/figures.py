@@ -139,8 +139,8 @@ def accuracy_curves(result):
 
 
 def summarise(result):
-    """{'state', 'state_last', 'retrieval'}: accuracies of decoding at the longest trained length, where it was measured; of a
-    task of answers {'exact match', 'depth 1', ..}; of a text {}."""
+    """{'state', 'state_last', 'retrieval'}: accuracies of decoding at the longest trained length,
+    where it was measured; of a task of answers {'exact match', 'depth 1', ..}; of a text {}."""
     if 'decoded' in result:
         by_depth = result['decoded']['by_depth'].items()
         return {'exact match': result['decoded']['exact_match']} | {f'depth {d}': share for d, share in by_depth}
@@ -251,8 +251,8 @@ def far_accuracies(result):
 
 
 def study_row(results):
-    """(what a cell is ranked by, rising; {score: mean over seeds}; {column: its text}), of texts in bits per byte, of tasks in
-    accuracies."""
+    """(what a cell is ranked by, rising; {score: mean over seeds}; {column: its text}), of texts in
+    bits per byte, of tasks in accuracies."""
     first, n_seeds = results[0], len(results)
     flops = {'FLOPs, 1e12': f'{first["training_flops"] / 1e12:,.0f}'}
     size = {'parameters': f'{first["parameters"]:,}', 'seeds': str(n_seeds)}

@@ -86,8 +86,8 @@ def match_source(source):
 
 
 def folders_below(root, enters):
-    """Yields (folder, names of its files) of `root` and all folders below it, each once, linked folders last.
-    `enters(path)` says whether to search a folder."""
+    """Yields (folder, names of its files) of `root` and all folders below it, each once, linked
+    folders last. `enters(path)` says whether to search a folder."""
     waiting, seen = deque([root]), set()
 
     def stop(error):
@@ -105,8 +105,8 @@ def folders_below(root, enters):
 
 
 def paths_like(pattern):
-    """Sorted paths that match a pattern, in which ** stands for any number of folders. Each folder is entered once, where
-    glob would follow two links to a folder above more than 2^40 times."""
+    """Sorted paths that match a pattern, in which ** stands for any number of folders. Each folder
+    is entered once, where glob would follow two links to a folder above more than 2^40 times."""
     start, *rest = re.split(r'(?:^|(?<=/))\*\*(?:/|$)', pattern, maxsplit=1)
     if rest in ([], ['']):
         return sorted(glob.glob(start or '.') if rest else glob.glob(pattern))

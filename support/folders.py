@@ -23,8 +23,8 @@ def file_sha256(path):
 
 
 def settings_of(config, *left_out):
-    """The settings that decide what a dataset holds, for its meta.json. A setting of ADDED_LATER is left out at its default,
-    so that older datasets still match."""
+    """The settings that decide what a dataset holds, for its meta.json. A setting of ADDED_LATER is
+    left out at its default, so that older datasets still match."""
     settings = asdict(config)
     later = [name for name in ADDED_LATER if name in settings and settings[name] == getattr(type(config), name)]
     return {name: value for name, value in settings.items() if name not in (*left_out, *later, 'out', 'overwrite')}
@@ -83,8 +83,8 @@ def shard_names(split, entry):
 
 
 def save_split(work, meta, name, arrays, counts):
-    """Writes the arrays of a task's split into the folder `work`, and describes them in meta: by `counts`, the checksum, and
-    waste, the share of the tokens that is padding."""
+    """Writes the arrays of a task's split into the folder `work`, and describes them in meta: by
+    `counts`, the checksum, and waste, the share of the tokens that is padding."""
     np.savez(f'{work}/{name}.npz', **arrays)
     waste = round(1 - int(arrays['lengths'].sum()) / arrays['tokens'].size, 4)
     meta['longest'][name] = arrays['tokens'].shape[1]

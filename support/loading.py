@@ -20,8 +20,8 @@ DTYPES = ('auto', 'float32', 'bfloat16', 'float64')  # what a command may comput
 
 
 def find_checkpoint(path, root='out'):
-    """The file that `path` means: itself (or hf:FOLDER), the ckpt.pt inside it, or the newest below `root` when it is empty.
-    Raises ConfigError where there is none."""
+    """The file that `path` means: itself (or hf:FOLDER), the ckpt.pt inside it, or the newest below
+    `root` when it is empty. Raises ConfigError where there is none."""
     file = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
     if path.startswith('hf:') or os.path.isfile(file):
         return file

@@ -186,9 +186,9 @@ def check_export(model, settings, weights, hub, tensors):
 
 @torch.no_grad()
 def load_pretrained(model, name):
-    """Copies the weights of a checkpoint in safetensors files into `model`, one tensor at a time; what the recurrence adds
-    keeps its initial values, unless the checkpoint is one of ours. Raises ConfigError for a file that is missing or cut
-    short, and for a tensor of another shape."""
+    """Copies the weights of a checkpoint in safetensors files into `model`, one tensor at a time;
+    what the recurrence adds keeps its initial values, unless the checkpoint is one of ours. Raises
+    ConfigError for a file that is missing or cut short, and for a tensor of another shape."""
     safetensors = import_optional('safetensors', 'safetensors')
     folder, wanted = pretrained_folder(name), dict(model.named_parameters())
     with explaining(f'the weights in {folder} cannot be read', 'fetch them again'):

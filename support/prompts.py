@@ -40,8 +40,8 @@ def prompt_recurs(meta):
 
 
 def encode_prompts(meta, config):
-    """(ids, text to print) of each prompt: a message under the chat template, the bare tokens of an aligned task, or a text
-    after the document token. Raises ConfigError."""
+    """(ids, text to print) of each prompt: a message under the chat template, the bare tokens of an
+    aligned task, or a text after the document token. Raises ConfigError."""
     texts = read_prompts(config)
     if config.chats(meta) and not config.interactive:  # there each line is a turn
         return [(chat_tokens(meta, [{'role': 'user', 'content': text}]), printable(text + '\n')) for text in texts]

@@ -147,8 +147,8 @@ def read_parquet(table, text_key, skip):
 
 
 def read_json(f, text_key, skip):
-    """Yields (text in bytes, why it is kept out, if it is) from entry `skip` on, of a file of JSON objects, one per line (a
-    blank line is an entry without a text), or of one list of them."""
+    """Yields (text in bytes, why it is kept out, if it is) from entry `skip` on, of a file of JSON
+    objects, one per line (a blank line is an entry without a text), or of one list of them."""
     first = f.readline().removeprefix(codecs.BOM_UTF8)
     is_list = first.lstrip()[:1] == b'['
     rows = json.loads(first + f.read()) if is_list else itertools.chain([first], f)

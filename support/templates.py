@@ -28,8 +28,8 @@ def read_beside(name, file):
 
 
 def read_template(name):
-    """'chat_template' and 'template_tokens', the texts such as bos_token that it may write, of the chat template beside the
-    tokenizer.json that `name` names; {} where there is none."""
+    """'chat_template' and 'template_tokens', the texts such as bos_token that it may write, of the
+    chat template beside the tokenizer.json that `name` names; {} where there is none."""
     path = tokenizer_file(name).parent / 'chat_template.jinja'
     config = read_beside(name, 'tokenizer_config.json')
     with explaining(f'the chat template in {path.parent} cannot be read', 'repair or remove it'):

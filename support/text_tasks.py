@@ -1,5 +1,5 @@
-"""Tasks made of prompts and answers in text, as rows of tokens. A new task needs a config derived from TextTaskConfig
-and a function that returns its examples; make_text_task() does the rest."""
+"""Tasks made of prompts and answers in text, as rows of tokens. A new task needs a config derived
+from TextTaskConfig and a function that returns its examples; make_text_task() does the rest."""
 
 import datetime
 import json
@@ -62,8 +62,8 @@ def write_task(config, out, meta, examples):
     recur_mask (N, T): True on the response, and with recur_on_prompt on the prompt. lengths (N,): tokens without padding.
     prompt_lengths (N,): the tokens before the response, after which decoding starts. steps (N,): the depth.
 
-    With `pack` a row of train holds several examples, each as it would stand alone, and T is `pack`; N counts rows, and
-    prompt_lengths and steps, which belong to one example, are left out.
+    With `pack` a row of train holds several examples, each as it would stand alone, and T is
+    `pack`; N counts rows, and prompt_lengths and steps, which belong to one example, are left out.
     """
     meta = meta | {'pad_token': meta['document_token'], 'aligned': False, 'scores': {}}
     meta |= {'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
@@ -108,8 +108,8 @@ def encode_example(meta, example):
 
 
 def encode_examples(config, meta, split, examples):
-    """The Encoded examples of at most `longest` tokens. ConfigError if there are longer ones without drop_longer, or one
-    is longer than a row of `pack` tokens."""
+    """The Encoded examples of at most `longest` tokens. ConfigError if there are longer ones
+    without drop_longer, or one is longer than a row of `pack` tokens."""
     encoded = [encode_example(meta, example) for example in examples]
     kept = [example for example in encoded if len(example.ids) <= (config.longest or math.inf)]
     if longer := len(encoded) - len(kept):
@@ -125,8 +125,8 @@ def encode_examples(config, meta, split, examples):
 
 
 def pack_rows(lengths, size):
-    """The numbers of the examples in each row of `size` tokens, by first fit decreasing: the longest example first, the
-    earlier of equals, each into the first row that has room for it."""
+    """The numbers of the examples in each row of `size` tokens, by first fit decreasing: the
+    longest example first, the earlier of equals, each into the first row that has room for it."""
     rows, room = [], np.full(len(lengths), size, np.int32)
     for i in np.argsort(-lengths, kind='stable').tolist():
         row = int(np.argmax(room[: len(rows) + 1] >= lengths[i]))  # after the last row there is an empty one

@@ -1,7 +1,7 @@
 """How text reaches a command, whatever the locale: bytes in, UTF-8.
 
-One rule for all of it: a line ends with `\\n` or `\\r\\n`, which is read as `\\n`; nothing else ends a line. One byte-order
-mark at the very start is no part of the text.
+One rule for all of it: a line ends with `\\n` or `\\r\\n`, which is read as `\\n`; nothing else
+ends a line. One byte-order mark at the very start is no part of the text.
 """
 
 import io
@@ -13,8 +13,8 @@ def as_text(content, errors='strict'):
 
 
 def argument_text(value):
-    """The text of an argument of the command line, which Python has read by the locale; a byte that is not UTF-8 stays a
-    surrogate, which `encode` turns back into the byte."""
+    """The text of an argument of the command line, which Python has read by the locale; a byte that
+    is not UTF-8 stays a surrogate, which `encode` turns back into the byte."""
     return as_text(value.encode('utf-8', 'surrogateescape'), 'surrogateescape')
 
 

@@ -41,8 +41,8 @@ def load_tokenizer(name, text=None):
     """(function from a text to its ids, bytes of each id, {name: id} of the special tokens) of 'bytes', of the tiktoken
     encoding `name`, or of `text`, the content of a tokenizer.json. Special tokens have no bytes, and no text is encoded to one.
 
-    Raises ConfigError for what cannot be loaded. After the ids of a tokenizer.json comes one without bytes, for datasets that
-    need a document token of their own.
+    Raises ConfigError for what cannot be loaded. After the ids of a tokenizer.json comes one
+    without bytes, for datasets that need a document token of their own.
     """
     if name == 'bytes':
         return str.encode, [*(bytes([b]) for b in range(DOCUMENT_TOKEN)), b''], {'<|endoftext|>': DOCUMENT_TOKEN}
@@ -102,8 +102,8 @@ def without_prefix(part):
 def tokenizer_meta(name):
     """What meta.json says of a tokenizer: 'bytes', a tiktoken name, or a tokenizer.json or its folder, whose content it keeps.
 
-    'token_bytes' are the bytes of each id, 0 for specials. 'document_token' is one of the special tokens, or where none fits
-    one id more. Raises ConfigError for what cannot be loaded.
+    'token_bytes' are the bytes of each id, 0 for specials. 'document_token' is one of the special
+    tokens, or where none fits one id more. Raises ConfigError for what cannot be loaded.
     """
     meta = {'tokenizer': name}
     if name != 'bytes' and (path := tokenizer_file(name)):
@@ -120,8 +120,8 @@ def tokenizer_meta(name):
 
 
 def document_token(name, specials):
-    """The id that opens documents: what the files beside a tokenizer.json name, or else the special token ({name: id}) that is
-    called like one. None where there is none."""
+    """The id that opens documents: what the files beside a tokenizer.json name, or else the special
+    token ({name: id}) that is called like one. None where there is none."""
     words = {re.sub('[^a-z]', '', token.lower()): i for token, i in reversed(specials.items())}
     called = [specials.get(token) for token in DOCUMENT_NAMES] + [words.get(word) for word in DOCUMENT_WORDS]
     named = named_tokens(name, specials) if tokenizer_file(name) else ()
