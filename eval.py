@@ -102,9 +102,7 @@ def accuracy_by(hit, values):
 
 def score_task(model, data, split, schedule, config, results):
     """{score: {'all', 'last', 'by_length': {steps: ..}, 'last_by_length': .., 'by_position': {step: ..}}} as fractions.
-
-    Positions count the steps of an example from 1; 'last' is the last step of each example.
-    """
+    Positions count the steps of an example from 1; 'last' is the last step of each example."""
     arrays = data.split(split)
     total = min(len(arrays['tokens']), (config.max_batches or math.inf) * config.batch_size)
 

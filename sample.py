@@ -125,10 +125,8 @@ def prefill(model, state, tokens, config, recurs=True):
 
 
 class Decoder:
-    """Sequences that are decoded together: their tokens, and the state after those that have been read.
-
-    The state is made once and never grows. Prompts may differ in length; each row is what it would be alone.
-    """
+    """Sequences that are decoded together: their tokens, and the state after those that have been read. The state is made once
+    and never grows. Prompts may differ in length; each row is what it would be alone."""
 
     def __init__(self, model, config):
         self.model, self.config, self.size = model, config, model.config.block_size
@@ -137,10 +135,8 @@ class Decoder:
 
     def read(self, new, recurs=True):
         """Reads `new`, a list of ids for each row (of equal length after the first call); leaves
-        logits (rows, vocab_size). recurs: whether these tokens read the memory.
-
-        A row that does not fit the context continues from its last half, which is read again into a fresh state.
-        """
+        logits (rows, vocab_size). recurs: whether these tokens read the memory. A row that does not
+        fit the context continues from its last half, which is read again into a fresh state."""
         self.rows, self.ended = self.rows or [[] for _ in new], self.ended or [False] * len(new)
         for row, more, ended in zip(self.rows, new, self.ended, strict=True):
             row += [] if ended else [(token, recurs) for token in more]  # an ended row is decoded too, without effect

@@ -5,11 +5,9 @@ from fractions import Fraction
 
 
 def extract_answer(task, text):
-    """The final answer (str) in the text of a response, or None.
-
-    The first `####` decides: the answer is what follows on its line, without marks and further sentences (`bare_answer`). What
-    has no letter and no digit is no answer. math500: without a `####`, the content of the last \\boxed{}.
-    """
+    """The final answer (str) in the text of a response, or None. The first `####` decides: the answer is what follows on its
+    line, without marks and further sentences (`bare_answer`). What has no letter and no digit is no answer. math500: without a
+    `####`, the content of the last \\boxed{}."""
     marked = re.search(r'####([^\n]*)', text)
     boxed = unboxed(text) if task == 'math500' and '\\boxed' in text else ''
     answer = bare_answer(task, marked[1] if marked else boxed)

@@ -185,11 +185,9 @@ class Dataset:
         return np.maximum(np.diff(self.document_starts('train'), append=end) - T, 0).sum() / end
 
     def rows(self, name, seed, step, batch_size, T):
-        """Which samples make batch `step`: offsets into the stream (text) or numbers of examples (task), (batch_size,).
-
-        The training split is drawn with replacement; the others are read in order. With document_rows a row begins at a
-        document; what follows within T tokens, even of further documents, belongs to it.
-        """
+        """Which samples make batch `step`: offsets into the stream (text) or numbers of examples (task), (batch_size,). The
+        training split is drawn with replacement; the others are read in order. With document_rows a row begins at a document;
+        what follows within T tokens, even of further documents, belongs to it."""
         split = self.split(name)
         choices = len(split) - T if self.is_text else len(split['tokens'])
         if self.document_rows:

@@ -58,10 +58,8 @@ def flex_problem(config, schedule, batch_size, T, dtype, device, flex=None):
 
 
 def choose_flex(config, schedule, batch_size, T, dtype, device):
-    """Whether a run's masked passes take FlexAttention, and a sentence for the log or None.
-
-    attention=auto takes it on CUDA where a pass is masked and `flex_problem` finds nothing. CUDA has no kernel for float64.
-    """
+    """Whether a run's masked passes take FlexAttention, and a sentence for the log or None. attention=auto takes it on CUDA
+    where a pass is masked and `flex_problem` finds nothing. CUDA has no kernel for float64."""
     if config.attention != 'auto':
         return config.attention == 'flex', None
     if not str(device).startswith('cuda') or dtype == torch.float64 or not masked_passes(config, schedule, T):

@@ -43,9 +43,7 @@ def choose_val(digests, fraction):
 
 def is_ready(out, overwrite, wanted):
     """True if the folder `out` holds the dataset described by `wanted` (part of its meta.json), False if it may be written.
-
-    Raises ConfigError when something else is there and `overwrite` is off.
-    """
+    Raises ConfigError when something else is there and `overwrite` is off."""
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f'out={out} is a file; name a folder.')
     names = os.listdir(out) if os.path.isdir(out) else []

@@ -32,11 +32,9 @@ CORE = {task: numbers for numbers, tasks in CORE.items() for task in tasks.split
 
 
 def score_continuations(model, pairs, batch_size):
-    """(log-probability, whether greedy decoding would give it) of each continuation, for pairs (context ids, its ids).
-
-    Exact decoding. A continuation of more than block_size tokens is scored in pieces of block_size; what comes before a piece
-    is cut from the left where the two do not fit. An empty continuation scores 0. The order and the batch do not matter.
-    """
+    """(log-probability, whether greedy decoding would give it) of each continuation, for pairs (context ids, its ids). Exact
+    decoding. A continuation of more than block_size tokens is scored in pieces of block_size; what comes before a piece is cut
+    from the left where the two do not fit. An empty continuation scores 0. The order and the batch do not matter."""
     T, device = model.config.block_size, model.embed.weight.device
     pieces = []  # (number of the pair, tokens that are read and scored, how many of them are scored)
     for i, (context, continuation) in enumerate(pairs):
@@ -58,23 +56,18 @@ def score_continuations(model, pairs, batch_size):
 
 
 def split_request(meta, context, continuation):
-    """(ids of the context, ids of the continuation) of a request of the harness, as its own classes split.
-
-    Spaces at the end of the context belong to the continuation, and the whole is encoded once. Where a token crosses the
-    border, so that no token is left after the context's, the last token of the whole is what is scored.
-    """
+    """(ids of the context, ids of the continuation) of a request of the harness, as its own classes split. Spaces at the end of
+    the context belong to the continuation, and the whole is encoded once. Where a token crosses the border, so that no token is
+    left after the context's, the last token of the whole is what is scored."""
     whole = encode(meta, context + continuation)
     n = min(len(encode(meta, context.rstrip())), max(len(whole) - 1, 0))
     return whole[:n], whole[n:]
 
 
 def harness(model, meta, batch_size, results, generate, opens=True):
-    """Our model as one of the lm-eval harness (optional: pip install lm-eval).
-
-    results (ResumableResults): what an interrupted run has measured. generate(model, meta, prompts, max_tokens, temperature,
-    stops): the texts that are decoded after prompts (ids). opens: the document token comes before every text, as in our
-    training; else only where there is no context at all.
-    """
+    """Our model as one of the lm-eval harness (optional: pip install lm-eval). results (ResumableResults): what an interrupted
+    run has measured. generate(model, meta, prompts, max_tokens, temperature, stops): the texts that are decoded after prompts
+    (ids). opens: the document token comes before every text, as in our training; else only where there is no context at all."""
     LM = import_optional('lm_eval.api.model', 'lm-eval').LM
     Collator = import_optional('lm_eval.models.utils', 'lm-eval').Collator
 

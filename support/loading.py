@@ -37,11 +37,9 @@ def find_checkpoint(path, root='out'):
 
 
 def load_model(path, device='cpu', dtype='auto'):
-    """(model in evaluation mode, checkpoint without its weights) from a checkpoint file; raises ConfigError.
-
-    The weights are float64 if that is the dtype, or was in the training and dtype is auto; else float32, bfloat16 included.
-    Ids that stand for no token under the checkpoint's tokenizer have no probability.
-    """
+    """(model in evaluation mode, checkpoint without its weights) from a checkpoint file; raises ConfigError. The weights are
+    float64 if that is the dtype, or was in the training and dtype is auto; else float32, bfloat16 included. Ids that stand for
+    no token under the checkpoint's tokenizer have no probability."""
     checkpoint = read_checkpoint(path)
     saved = checkpoint['config']  # an older checkpoint lacks newer keys
     model = build(GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)}))

@@ -119,11 +119,9 @@ def read_rows(path):
 
 
 def question_example(task, row):
-    """A row of a question-answer dataset as an example; KeyError, TypeError or ValueError for a row of another form.
-
-    Reasoning: gsm8k's lines without their <<calculator notes>>; the steps of gsm8k_aug and prosqa; hotpotqa's supporting
-    sentences, after a prompt of all its paragraphs; math500's solution. depth: how many lines; math500: its level, 1 to 5.
-    """
+    """A row of a question-answer dataset as an example; KeyError, TypeError or ValueError for a row of another form. Reasoning:
+    gsm8k's lines without their <<calculator notes>>; the steps of gsm8k_aug and prosqa; hotpotqa's supporting sentences, after
+    a prompt of all its paragraphs; math500's solution. depth: how many lines; math500: its level, 1 to 5."""
     question, answer = row['problem' if task == 'math500' else 'question'], row['answer']
     if not isinstance(question, str) or not isinstance(answer, str):
         raise TypeError('its question and answer should be texts')

@@ -97,11 +97,9 @@ class Entry(NamedTuple):
 
 
 def read_corpus(path, skip, text_key, val_fraction):
-    """Yields (share of the file read, Entry) from entry `skip` on.
-
-    An entry is a document: a row of a parquet file, a line of a jsonl file or an object of a json file. A txt file is one
-    document in pieces, of which each is an entry. Raises ConfigError where the file cannot be read or is not UTF-8.
-    """
+    """Yields (share of the file read, Entry) from entry `skip` on. An entry is a document: a row of a parquet file, a line of a
+    jsonl file or an object of a json file. A txt file is one document in pieces, of which each is an entry. Raises ConfigError
+    where the file cannot be read or is not UTF-8."""
     number, kind = skip, ending(path).split('.')[1]
     try:
         retrying = '://' in path and import_optional('datasets.utils.file_utils').xopen

@@ -101,10 +101,8 @@ def without_prefix(part):
 
 def tokenizer_meta(name):
     """What meta.json says of a tokenizer: 'bytes', a tiktoken name, or a tokenizer.json or its folder, whose content it keeps.
-
-    'token_bytes' are the bytes of each id, 0 for specials. 'document_token' is one of the special
-    tokens, or where none fits one id more. Raises ConfigError for what cannot be loaded.
-    """
+    'token_bytes' are the bytes of each id, 0 for specials. 'document_token' is one of the special tokens, or where none fits
+    one id more. Raises ConfigError for what cannot be loaded."""
     meta = {'tokenizer': name}
     if name != 'bytes' and (path := tokenizer_file(name)):
         with explaining(f'tokenizer={name} cannot be read', 'name a tokenizer.json or its folder'):
@@ -145,11 +143,9 @@ def named_tokens(name, specials):
 
 
 def encode(meta, text):
-    """Token ids (list of int) of `text` under the tokenizer of a dataset's meta.json.
-
-    'bytes': its UTF-8 bytes, whatever they spell, so never the document token; nor does another tokenizer make a special
-    token of a text. 'names': whitespace-separated names; ConfigError for a name that the vocabulary lacks.
-    """
+    """Token ids (list of int) of `text` under the tokenizer of a dataset's meta.json. 'bytes': its UTF-8 bytes, whatever they
+    spell, so never the document token; nor does another tokenizer make a special token of a text. 'names': whitespace-separated
+    names; ConfigError for a name that the vocabulary lacks."""
     if meta['tokenizer'] == 'names':
         ids = {name: i for i, name in enumerate(meta['names'])}
         for word in text.split():
@@ -178,10 +174,8 @@ class LossyError(ConfigError):
 
 
 def encode_document(meta, content, opens=True):
-    """Tokens of a document (bytes of UTF-8), the document token first, or of a later piece of one, without it.
-
-    Raises LossyError when decoding them does not give `content` back.
-    """
+    """Tokens of a document (bytes of UTF-8), the document token first, or of a later piece of one,
+    without it. Raises LossyError when decoding them does not give `content` back."""
     parts = [np.array([meta['document_token']] * opens, meta['dtype'])]
     if meta['tokenizer'] == 'bytes':
         return np.concatenate([*parts, np.frombuffer(content, np.uint8)], dtype=meta['dtype'])
