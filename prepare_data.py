@@ -63,9 +63,9 @@ class TextConfig:
 def make_text(_, config):
     """Tokens of files, one document per file, each opened by the document token, in train.bin and val.bin.
 
-    The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So a split
-    depends on the set of documents alone, and copies of one document never end up on both sides. Where all are copies of one,
-    its last val_fraction goes to val. A document that the tokenizer does not give back is kept out. Memory: the largest file.
+    The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So the split
+    depends on the set of documents alone, and copies of a document are never on both sides. Where all are copies of one, its
+    last val_fraction goes to val. A document that the tokenizer does not give back is kept out. Memory: the largest file.
     """
     source = folders.source_names(config.source, f'Python standard library {platform.python_version()}')
     wanted = {'kind': 'text', 'source': source, 'settings': folders.settings_of(config, 'max_lost')}
@@ -119,7 +119,7 @@ def make_text(_, config):
 
 
 def hash_documents(files):
-    """{path: sha256} of the files that hold UTF-8 text; how many do not, or are empty, is printed."""
+    """{path: sha256} of the files that hold UTF-8 text; prints how many do not, or are empty."""
     documents, empty, binary = {}, 0, []
     for path in tqdm(files, desc='reading', unit='file', disable=None):
         content = Path(path).read_bytes()
@@ -150,7 +150,7 @@ class S5Config:
     test_steps: str = key('', 'actions per example of test, which may be more; empty: as in training')
     length_bias: float = key(0.0, 'a length of s steps is drawn with weight s^-length_bias; 0: evenly', bounds=(0, 10))
     retrieval: bool = key(True, 'a dictionary comes first, and every action asks for values in it')
-    retrieve_by: str = key('action', 'what is looked up: the action, or the state after it (all are keys)', ('action', 'state'))
+    retrieve_by: str = key('action', 'looked up: the action, or the state after it (then all are keys)', ('action', 'state'))
     dictionary_size: int = key(0, "keys that an example's actions are drawn from; 0: all actions")
     distractors: int = key(0, 'further keys in the dictionary that never act')
     value_len: int = key(1, 'value tokens per key', bounds=(1, 100))
@@ -372,7 +372,7 @@ ASSIGNMENTS = {  # form: a variable of a known number, one that has another's, a
 class DrawnConfig(TextTaskConfig):
     """The settings of a task made from a seed. A subclass has its own `depth`, and draw(rng, depth) -> (prompt, answer)."""
 
-    test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
+    test_depth: str = key('', 'the same for test, where it may be more; empty: as in training')
     seed: int = key(0, 'of all draws', bounds=(0, math.inf))
     n_train: int = key(100_000, 'examples of train', bounds=(1, 10**7))
     n_val: int = key(2_000, 'examples of val', bounds=(1, 10**7))
@@ -393,7 +393,7 @@ class DrawnConfig(TextTaskConfig):
 @dataclass
 class AssignmentConfig(DrawnConfig):
     depth: str = key('1-4', 'aliases between the variable asked for and its number, in train and val: a number or a range')
-    variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
+    variables: int = key(8, 'in every example, up to 26; those outside the chain are distractors')
     values: str = key('0-99', 'the numbers that variables are given, a range')
     form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ASSIGNMENTS)
 
@@ -483,7 +483,7 @@ def draw_task(config):
 # The table of datasets
 
 SEEDED, QUESTIONS = 'any number of examples, no network', 'network, or local files'
-DATASETS = {  # name: its settings, what makes it of the name and the settings, and its line in the list
+DATASETS = {  # name: its settings, the function that makes it from the name and the settings, its line in the list
     'text': (TextConfig, make_text, 'your text files, or the Python standard library: 12 MB, no network'),
     'fineweb_edu': (FineWebEduConfig, make_fineweb_edu, 'web pages: 20 or 200 GB, network; or parquet, jsonl, txt files'),
     's5': (S5Config, make_s5, f'permutations to compose and values to look up: {SEEDED}'),

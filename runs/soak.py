@@ -29,8 +29,6 @@ SLACK = 8.0  # MiB that the allocator and a first use of rare code may add
 
 @dataclass
 class SoakConfig:
-    """The settings of `python -m runs.soak`."""
-
     steps: int = key(5000, 'steps of training', bounds=(200, 10**9))
     interval: int = key(50, 'steps between evaluations, each with a checkpoint and samples of it')
     data_dir: str = key('data/stdlib', 'a text dataset made by prepare_data.py')

@@ -41,10 +41,6 @@ def chat_meta(name, tokenizer_json, date=CHAT_DATE):
     return meta | {'stop_token': ids[end]}
 
 
-def with_breaks(match):
-    return BREAK.join([*match[0], ''])
-
-
 def chat_tokens(meta, messages):
     """Ids (list of int) of a conversation [{'role', 'content'}, ..] under the chat template of a dataset's meta.json, up to
     where the assistant is to speak. The document token opens it, once, whether the template writes it or not.
@@ -54,7 +50,7 @@ def chat_tokens(meta, messages):
     Raises ConfigError for a conversation that the template refuses.
     """
     ids, pattern = special_tokens(meta['tokenizer_json'])
-    harmless = [m | {'content': pattern.sub(with_breaks, m['content'])} for m in messages]
+    harmless = [m | {'content': pattern.sub(lambda found: BREAK.join([*found[0], '']), m['content'])} for m in messages]
     text, tokens, start = render(meta, harmless), [], 0
     for match in pattern.finditer(text):
         tokens += [*encode(meta, text[start : match.start()].replace(BREAK, '')), ids[match[0].strip()]]

@@ -1,9 +1,7 @@
 """Datasets as training reads them: token streams and tasks, batches that depend on (seed, step, sample) alone."""
 
-import contextlib
 import json
 import os
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,15 +13,7 @@ from support.processes import warn
 from support.tokens import token_dtype
 
 DOCUMENT = -2  # reset_token=document until the data are known
-
-
-@contextlib.contextmanager
-def refuse_damage(path):
-    """For code that reads a file of a dataset: whatever may fail there becomes a ConfigError that names the file."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile) as e:
-        raise ConfigError(f'{path} cannot be read ({e}); make the dataset again with prepare_data.py.') from None
+REMEDY = 'make the dataset again with prepare_data.py'
 
 
 class Stream:
@@ -54,7 +44,7 @@ class Dataset:
         if not os.path.exists(path):
             remedy = 'make one with prepare_data.py (without arguments it lists them)'
             raise ConfigError(f'data_dir={folder} holds no dataset; {remedy}.')
-        with explaining(f'{path} cannot be read', 'make the dataset again with prepare_data.py'), open(path, 'rb') as f:
+        with explaining(f'{path} cannot be read', REMEDY), open(path, 'rb') as f:
             self.meta = json.load(f)
             self.is_text = {'text': True, 'task': False}[self.meta['kind']]
             self.vocab_size = self.meta['vocab_size']
@@ -74,7 +64,7 @@ class Dataset:
         ConfigError where a file differs from what meta.json says of it."""
         if name not in self.splits:
             path = os.path.join(self.folder, name + ('.bin' if self.is_text else '.npz'))
-            with refuse_damage(path):
+            with explaining(f'{path} cannot be read', REMEDY):
                 if os.path.basename(name) != name:
                     raise ValueError(f'the name {name!r} leads out of the folder')
                 self.splits[name] = self.read_stream(name) if self.is_text else self.read_examples(name, path)
@@ -84,7 +74,7 @@ class Dataset:
         entry, parts = self.meta['splits'][name], []
         for file, shard in shard_names(name, entry):
             path = os.path.join(self.folder, file + '.bin')
-            with refuse_damage(path):
+            with explaining(f'{path} cannot be read', REMEDY):
                 if not os.path.getsize(path):
                     raise ValueError('it is empty')
                 parts.append(np.memmap(path, dtype=token_dtype(self.vocab_size), mode='r'))
@@ -159,7 +149,7 @@ class Dataset:
             if not (self.split(name)['targets'] >= 0).any():
                 what = f'no token of {name} in {self.folder} is scored'
                 if name == 'train':
-                    raise ConfigError(f'{what}, so there is nothing to learn; make the dataset again with prepare_data.py.')
+                    raise ConfigError(f'{what}, so there is nothing to learn; {REMEDY}.')
                 warn(f'{what}: there is no validation loss.')
 
     def check_packed(self, config):
@@ -219,7 +209,7 @@ class Dataset:
         lowest, highest = arrays[0].min(), max(arrays[0].max(), arrays[1].max())
         if lowest < 0 or highest >= self.vocab_size:
             token = f'the token {highest if lowest >= 0 else lowest} in {name}, outside its vocabulary of {self.vocab_size}'
-            raise ConfigError(f'{self.folder} holds {token}; make the dataset again with prepare_data.py.')
+            raise ConfigError(f'{self.folder} holds {token}; {REMEDY}.')
         tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
         return to_device((*tensors, *([None] if self.is_text else [])), device)
 

@@ -194,12 +194,11 @@ def draw_accuracies(results, path):
 def print_diagnosis(diagnosis):
     """Prints the tables of a diagnosis."""
     print_table(['parameter', 'value'], list(diagnosis['gammas'].items()))
-    gates = diagnosis['gates']
-    if 'moved' in diagnosis:
-        moved = diagnosis['moved']
-        print(f'\nmean gates: cur {gates["cur"]:.4f}, rec {gates["rec"]:.4f}; Phi moves the stream by {moved:.4f}')
+    gates, moved = diagnosis['gates'], diagnosis.get('moved')
+    print()
+    if moved is not None:
+        print(f'mean gates: cur {gates["cur"]:.4f}, rec {gates["rec"]:.4f}; Phi moves the stream by {moved:.4f}')
     else:
-        print()
         print_table(['layer', 'gate_loc', 'gate_rec'], [[layer, *gate.values()] for layer, gate in gates.items()])
     print('\nlargest relative change of the span by pass: ' + ' '.join(f'{r:.1e}' for r in diagnosis['residuals']))
     print('\nnats lost at token t + k without the memory that token t reads:')

@@ -8,7 +8,7 @@ import torch
 from configurator import ConfigError
 from schedule import SEQUENTIAL
 from support.chat import chat_tokens
-from support.texts import argument_text, as_text, binary, printable, split_lines
+from support.texts import argument_text, as_text, binary, printable
 from support.tokens import encode
 
 
@@ -23,10 +23,9 @@ def read_prompts(config):
     except (OSError, UnicodeDecodeError) as e:
         reason = getattr(e, 'strerror', None) or e  # the whole of an OSError repeats the name
         raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {reason}.') from None
-    prompts = split_lines(text) if config.prompt_lines else [text]
-    if not prompts:
+    if config.prompt_lines and not text:
         raise ConfigError(f'prompt_file={config.prompt_file} holds no line, and prompt_lines=True takes one prompt from each.')
-    return prompts
+    return text.removesuffix('\n').split('\n') if config.prompt_lines else [text]
 
 
 def is_aligned(meta):

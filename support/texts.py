@@ -18,12 +18,6 @@ def argument_text(value):
     return as_text(value.encode('utf-8', 'surrogateescape'), 'surrogateescape')
 
 
-def split_lines(text):
-    """The lines of `text` without their ends; an end after the last one opens no further line."""
-    lines = text.split('\n')
-    return lines if lines[-1] else lines[:-1]
-
-
 def binary(stream):
     """The bytes of a text stream such as sys.stdin."""
     return stream.buffer if hasattr(stream, 'buffer') else io.BytesIO(stream.read().encode('utf-8', 'surrogateescape'))

@@ -108,8 +108,7 @@ def tokenizer_meta(name):
         with explaining(f'tokenizer={name} cannot be read', 'name a tokenizer.json or its folder'):
             meta = {'tokenizer': 'tokenizer.json', 'tokenizer_json': path.read_text('utf-8')}
     _, pieces, specials = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))
-    document = document_token(name, specials)
-    if document is None:
+    if (document := document_token(name, specials)) is None:
         document = len(pieces) - 1
     elif 'tokenizer_json' in meta:
         pieces = pieces[:-1]
@@ -119,7 +118,7 @@ def tokenizer_meta(name):
 
 def document_token(name, specials):
     """The id that opens documents: what the files beside a tokenizer.json name, or else the special
-    token ({name: id}) that is called like one. None where there is none."""
+    token ({name: id}) whose name says so. None where there is none."""
     words = {re.sub('[^a-z]', '', token.lower()): i for token, i in reversed(specials.items())}
     called = [specials.get(token) for token in DOCUMENT_NAMES] + [words.get(word) for word in DOCUMENT_WORDS]
     named = named_tokens(name, specials) if tokenizer_file(name) else ()
@@ -127,12 +126,12 @@ def document_token(name, specials):
 
 
 def named_tokens(name, specials):
-    """Ids of the tokens that the files beside a tokenizer.json name for the begin of a text, then those for its end. A token
+    """Ids of the tokens that the files beside a tokenizer.json name for the start of a text, then those for its end. A token
     that its chat template writes more than once in a conversation is left out: it divides turns, not documents."""
     configs = [read_beside(name, file) for file in ('tokenizer_config.json', 'config.json', 'generation_config.json')]
     template, text, names = read_template(name), '', {i: token for token, i in specials.items()}
     turns = [{'role': role, 'content': 'word'} for role in ('user', 'assistant') * 2]
-    with contextlib.suppress(ConfigError):  # whoever uses the template will hear of it
+    with contextlib.suppress(ConfigError):  # whoever uses the template will be told
         text = render(template, turns, False) if template else ''
     for kind, config in itertools.product(('bos', 'eos'), configs):
         for value in (config.get(f'{kind}_token'), config.get(f'{kind}_token_id')):
