@@ -145,8 +145,7 @@ class TextbookLayer(nn.Module):
 
 
 class Textbook(nn.Module):
-    """The plain transformer of the nanochat family, written without a memory in mind: the yardstick
-    for ours, which computes the same."""
+    """The plain transformer of the nanochat family: the yardstick for ours, which computes the same."""
 
     def __init__(self, config):
         super().__init__()
@@ -193,8 +192,7 @@ def take_step(model, optimizers, config, x, y, recur_mask=None):
 
 
 def training_step(bench, variant, device):
-    """(a function that takes one step of `variant`, a name or settings; the step's FLOPs as a
-    multiple of the plain transformer's; the step's FLOPs)."""
+    """(function that takes a step of `variant`; its FLOPs relative to the plain transformer's; its FLOPs)."""
     config = training_config(bench, variant)
     torch.manual_seed(0)
     model = (Textbook if variant == 'textbook' else build)(config).to(device)
@@ -249,8 +247,7 @@ def bench_train(bench):
 
 
 def bench_scaling(bench):
-    """How the time of a step grows beside its FLOPs: from T to 2 T and 4 T at the same number of
-    tokens, and from 4 to 8 and 16 passes."""
+    """How the time of a step grows beside its FLOPs: from T to 2 T and 4 T at equal tokens, and from 4 to 8 and 16 passes."""
     if bench.batch_size % 4:
         raise ConfigError(f'batch_size={bench.batch_size} must be divisible by 4, for four times the length.')
     device, cells = use_device(bench), {}  # settings, variant, and the cell to compare with
@@ -271,13 +268,12 @@ def bench_scaling(bench):
 
 
 def peak_memory(bench, variant):
-    """The most bytes that two steps need (the first makes the state of the optimizers); on CPU, how
-    much this process grew. To be called in a new process."""
+    """The most bytes of two steps; on CPU, how much this process grew. To be called in a new process."""
     device, peaks = use_device(bench), []
     for size in (replace(bench, n_embd=2 * bench.n_head, vocab_size=2, block_size=2, batch_size=1), bench):
         step, *_ = training_step(size, variant, device)  # the small one loads the libraries
         step()
-        step()
+        step()  # the first makes the state of the optimizers
         with open('/proc/self/status') as f:
             peaks.append(next(int(line.split()[1]) * 1024 for line in f if line.startswith('VmHWM')))
     return torch.cuda.max_memory_allocated() if device.startswith('cuda') else peaks[1] - peaks[0]

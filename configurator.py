@@ -53,8 +53,7 @@ def within(name, value, low, high, why):
 
 
 def convert(name, value, default, names=None):
-    """`value` (text from the command line, or an object from a config file) as the type of
-    `default`, or ConfigError. names: {word: number}, as those of a key."""
+    """`value` (text, or an object of a config file) as the type of `default`; names: those of a key."""
     kind = type(default)
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         if names and isinstance(value, str) and value in names:
@@ -84,8 +83,7 @@ def show(value, names=None):
 
 
 def read_config_file(path):
-    """The names that a config file assigns, as a dict. It may start from another, in its own folder
-    or in config/, by `from other_config import *`."""
+    """{name: value} that a config file assigns; `from other_config import *` in it finds files beside it and in config/."""
     if not os.path.isfile(path):
         folder, name = os.path.split(path)
         files = {p.name: os.path.relpath(p) for parent in ('config', folder) for p in Path(parent).glob('*.py') if p.is_file()}

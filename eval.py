@@ -140,9 +140,8 @@ def score_answers(model, data, split, config, results):
     """{'exact_match', 'by_depth': {depth: share}, 'answers': how many, 'cut': how many of them}.
 
     Greedy decoding of each prompt, exact and cached, up to the end of the line of the first `####`, the document token or
-    stop_token. The answer (`extract_answer`) is compared as the task compares (`same_answer`). A response that reaches the
-    end of the context first is cut and counts as no match. Prompts read the memory if they did in the training. Raises
-    ConfigError for a packed split.
+    stop_token. The answer (`extract_answer`) is compared as the task compares (`same_answer`). A response that the context ends
+    first is cut and counts as no match. Prompts read the memory if they did in the training. ConfigError for a packed split.
     """
     arrays, meta, task = data.split(split), data.meta, data.meta['task']
     if 'prompt_lengths' not in arrays:

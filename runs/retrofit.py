@@ -63,8 +63,7 @@ def make_model(out):
 
 
 def step_cost(argv):
-    """Prints, as JSON, the median seconds of a step of a config, its peak memory and its FLOPs as a
-    multiple of the plain transformer's. One step warms up."""
+    """Prints, as JSON, the median seconds of a step, its peak memory, and its FLOPs (1: the plain model's)."""
     config = parse(TrainConfig, argv, 'python -m runs.retrofit step config/NAME.py [--key=value ...]')
     take_pretrained_settings(config)
     data, device = Dataset(config.data_dir), use_device(config)

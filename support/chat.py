@@ -22,11 +22,8 @@ def special_tokens(tokenizer_json):
 
 def chat_meta(name, tokenizer_json, date=CHAT_DATE):
     """What meta.json keeps of the chat template beside the tokenizer.json that `name` names, {} where there is none.
-
-    'chat_template'; 'template_tokens'; 'chat_date', where it is not CHAT_DATE; 'stop_token', the id
-    that ends a turn of the assistant: the special token that the template puts there, or else
-    eos_token. Raises ConfigError for files that cannot be used.
-    """
+    'chat_template'; 'template_tokens'; 'chat_date' unless it is CHAT_DATE; 'stop_token', the id that ends a turn of the
+    assistant: the special token that the template puts there, or else eos_token. ConfigError for files that cannot be used."""
     if not (meta := read_template(name)):
         return {}
     if date != CHAT_DATE:

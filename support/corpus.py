@@ -53,9 +53,8 @@ class FineWebEduConfig:
 def make_fineweb_edu(_, config):
     """Shards of a corpus, train-00000.bin and val-00000.bin and so on, in the order of the source; documents may cross shards.
 
-    Until all is done, unfinished.json records what is safely written and the position in the source
-    after it. The same command continues from there, and writes the same bytes with any number of
-    workers and restarts. Memory: some MB per process, and the largest document.
+    Until all is done, unfinished.json records what is safely written and the position in the source after it; the same command
+    continues there. Workers and restarts do not change the bytes. Memory: some MB per process, and the largest document.
 
     Documents without a text, or that the tokenizer does not give back, are kept out and named at the end. Of a txt file in
     several pieces only the piece is, and what follows it is another document. More than max_lost of them end the work.
@@ -172,8 +171,7 @@ def start_worker(meta, val_fraction):
 
 
 def tokenise(entries):
-    """[(number of the file, Entry without its content, tokens, split, why it is kept out, if it
-    is)] of a batch without its blank entries."""
+    """[(number of the file, Entry without content, tokens, split, why it is kept out)] of entries not blank."""
     pieces, below = [], WORKER['val_fraction'] * 2**64
     for file, entry in entries:
         if not entry.content and not entry.why:

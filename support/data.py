@@ -107,8 +107,7 @@ class Dataset:
         return self.starts[name]
 
     def complete(self, config):
-        """Sets the settings that depend on the data: reset_token and vocab_size. Raises ConfigError
-        when the model cannot take this dataset."""
+        """Sets reset_token and vocab_size by the data; ConfigError when the model cannot take them."""
         config.reset_token = self.reset_token(config)
         if config.vocab_size and config.vocab_size < self.vocab_size:
             why = f'vocab_size={config.vocab_size} is too small for {self.folder}, which has {self.vocab_size} tokens'

@@ -250,8 +250,7 @@ def far_accuracies(result):
 
 
 def study_row(results):
-    """(what a cell is ranked by, rising; {score: mean over seeds}; {column: its text}), of texts in
-    bits per byte, of tasks in accuracies."""
+    """(what ranks a cell, rising; {score: mean over seeds}; {column: text}), bits per byte or accuracies."""
     first, n_seeds = results[0], len(results)
     flops = {'FLOPs, 1e12': f'{first["training_flops"] / 1e12:,.0f}'}
     size = {'parameters': f'{first["parameters"]:,}', 'seeds': str(n_seeds)}

@@ -86,8 +86,7 @@ def match_source(source):
 
 
 def folders_below(root, enters):
-    """Yields (folder, names of its files) of `root` and all folders below it, each once, linked
-    folders last. `enters(path)` says whether to search a folder."""
+    """Yields (folder, names of its files) of `root` and what it `enters` below, each once, linked folders last."""
     waiting, seen = deque([root]), set()
 
     def stop(error):

@@ -133,8 +133,7 @@ class Tracker:
 
 
 def continue_log(path, step):
-    """Drops the lines of log.jsonl past `step` (written after the checkpoint), and one cut short by
-    a kill; returns the lowest validation loss in what is left."""
+    """Drops lines of log.jsonl after `step`, or cut short; returns the lowest validation loss of the rest."""
     kept, best = [], math.inf
     if os.path.exists(path):
         with open(path, encoding='utf-8', errors='replace') as f:

@@ -36,9 +36,8 @@ def make_questions(task, config):
 
 
 def read_questions(task, config):
-    """{split: examples} of a question-answer dataset; one that has only test is for evaluation
-    only. Where only one of train and val exists, the prompts with the smallest sha256 make val. A
-    prompt of test is left out of val and train, and one of val out of train."""
+    """{split: examples} of a question-answer dataset. Where train or val is missing, the prompts with the smallest sha256 make
+    val. What test holds is left out of val and train, and what val holds out of train. Test alone is for evaluation."""
     examples = {}
     for split, rows in read_splits(task, config.source).items():
         examples[split] = []
@@ -65,8 +64,7 @@ def read_questions(task, config):
 
 
 def read_splits(task, source):
-    """{'train' | 'val' | 'test': [(where, row)]} of files, or of the hub. The words in a file's
-    name tell its split: train where it has none."""
+    """{split: [(where, row)]} of files or of the hub, by the word for a split in their names, or else train."""
     if source:
         parts = {path: read_rows(path) for path in question_files(source)}
     else:

@@ -108,8 +108,7 @@ def encode_example(meta, example):
 
 
 def encode_examples(config, meta, split, examples):
-    """The Encoded examples of at most `longest` tokens. ConfigError if there are longer ones
-    without drop_longer, or one is longer than a row of `pack` tokens."""
+    """The Encoded examples of at most `longest` tokens; ConfigError where the others may not be left out."""
     encoded = [encode_example(meta, example) for example in examples]
     kept = [example for example in encoded if len(example.ids) <= (config.longest or math.inf)]
     if longer := len(encoded) - len(kept):

@@ -19,9 +19,8 @@ def validate(model, data, config, schedule, process):
 
 @torch.no_grad()
 def evaluate(model, data, config, schedule, batches, process):
-    """Loss (nats per scored position) on the validation split of the newest output of every
-    position under `schedule`; for tasks also the accuracy of each score. All processes together see
-    `batches` batches of the global batch size. A mean over nothing is left out."""
+    """Loss (nats per scored position) on the validation split of the newest output of every position under `schedule`; of tasks
+    also the accuracy of each score. All processes share `batches` global batches. A mean over nothing is left out."""
     T = data.length('val', config.block_size)
     micro = config.micro_batch  # the shape that training runs: nothing compiles again
     begin, sums = process.rank * micro * config.accumulation, []
