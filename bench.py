@@ -145,7 +145,7 @@ class TextbookLayer(nn.Module):
 
 
 class Textbook(nn.Module):
-    """The plain transformer of the nanochat family: the yardstick for ours, which computes the same."""
+    """The plain transformer of the nanochat family, a yardstick for ours: it computes the same."""
 
     def __init__(self, config):
         super().__init__()
@@ -410,7 +410,7 @@ class DataBench(Bench):
 
 
 def bench_data(bench):
-    """Tokens per second of the loader in one process, and of a training step on the same batches."""
+    """Tokens per second of the loader in one process, and of training on the same batches."""
     file = bench.config or str(Path(__file__).with_name('config') / 'text_transformer.py')
     config = parse(TrainConfig, [file, f'--data_dir={bench.data_dir}'], 'python bench.py data')
     data, device = Dataset(bench.data_dir), use_device(config)

@@ -53,7 +53,7 @@ def within(name, value, low, high, why):
 
 
 def convert(name, value, default, names=None):
-    """`value` (text, or an object of a config file) as the type of `default`; names: those of a key."""
+    """`value` (text, or any object of a config file) as the type of `default`; names: as in key."""
     kind = type(default)
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         if names and isinstance(value, str) and value in names:

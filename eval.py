@@ -53,7 +53,7 @@ class EvalConfig:
     show: int = key(0, 'tasks made of text: print prompt, answer and target of so many examples', bounds=(0, 2**31))
     passes: bool = key(False, 'text: also bits per byte of each pass of the training schedule')
     exact: str = key('auto', 'decoding; auto iterates prompts and texts above 256 tokens', ('auto', 'sequential', 'jacobi'))
-    chat: bool = key(True, 'lm_eval of hf:FOLDER: False ignores a chat template that cannot be used')
+    chat: bool = key(True, 'lm_eval of hf:FOLDER: False ignores a chat template that does not work')
     dtype: str = key('auto', 'of decoding; auto is bfloat16 on CUDA; a schedule is scored in float32 or float64', DTYPES)
     device: str = key('auto', 'cpu, cuda or mps; auto takes a GPU where there is one')
     threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
@@ -63,7 +63,7 @@ class EvalConfig:
     diagnose: bool = key(False, 'text: gates by layer, residuals by pass, and what a memory set to 0 does to later tokens')
     lm_eval: str = key('', 'tasks of the lm-eval harness, joined by commas; core is the CORE set with its centred average')
     lm_tasks: str = key('', 'lm_eval: folder with task files of your own')
-    num_fewshot: int = key(-1, 'lm_eval: examples before the question; -1 takes what each task says')
+    num_fewshot: int = key(-1, 'lm_eval: examples before the question; -1: as each task says')
     limit: int = key(0, 'lm_eval: examples of each task at most; 0 takes all')
     curves: str = key('', 'measure nothing; draw the losses in the log.jsonl of these folders, joined by commas, to figure')
     overview: str = key('', 'measure nothing; draw the recurrences and the schedules to this file')
@@ -177,7 +177,7 @@ def read_examples(data, split):
 
 
 def show_answers(examples, results, n):
-    """Prints the first n of the examples that score_answers has decoded: prompt, answer and target."""
+    """Prints the first n examples that score_answers has decoded: prompt, answer and target."""
     decoded = sorted(row for (name, _), batch in results.measured.items() if name == 'responses' for row in batch)
     for i, text, outcome in decoded[:n]:
         example = examples[i]

@@ -147,7 +147,7 @@ class S5Config:
     group: int = key(5, 'n of the permutation group S_n', bounds=(2, 5))
     actions: str = key('all', 'all elements, or generators: adjacent transpositions and the n-cycle', ('all', 'generators'))
     steps: str = key('1-8', 'actions per example of train and val: a number or a range')
-    test_steps: str = key('', 'actions per example of test, which may be more; empty: as in training')
+    test_steps: str = key('', 'actions per example of test; empty: as in training')
     length_bias: float = key(0.0, 'a length of s steps is drawn with weight s^-length_bias; 0: evenly', bounds=(0, 10))
     retrieval: bool = key(True, 'a dictionary comes first, and every action asks for values in it')
     retrieve_by: str = key('action', 'looked up: the action, or the state after it (then all are keys)', ('action', 'state'))
@@ -260,7 +260,7 @@ def plan_splits(config):
 def draw_examples(config, rng, count, steps):
     """`count` random examples of one length T: tokens (count, T) and targets (count, T), aligned and not shifted.
 
-    With retrieval: key value.. key value.. | action slot.. action slot.., without: | action action ..
+    With retrieval: key value.. key value.. | action slot.. action slot..; else: | action action ..
     At an action the target is the state after it, state_t = action_t after state_{t-1} from the identity; at an action's
     slots it is the values in the dictionary of that action, or with retrieve_by=state of that state; everywhere else it is -1.
     """
@@ -310,7 +310,7 @@ def draw_split(config, index, share, seen, progress):
         rng = np.random.default_rng([config.seed, index, s])
         places, fresh_rate = np.flatnonzero(steps == s), 1.0
         while len(places):
-            # Few of the examples drawn are new when a length nears its end; a block bounds the memory.
+            # Few of those drawn are new when a length nears its end; a block bounds the memory.
             count = min(math.ceil(len(places) / fresh_rate), max(1, 2**20 // longest))
             rows, answers = draw_examples(config, rng, count, s)
             rows = rows.astype(tokens.dtype)
@@ -464,7 +464,7 @@ def draw_task(config):
     examples, seen = {'train': [], 'val': [], 'test': []}, set()
     total = config.n_train + config.n_val + config.n_test
     with tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
-        for split in ('test', 'val', 'train'):  # test and val first: they stay the same for any n_train
+        for split in ('test', 'val', 'train'):  # n_train changes neither test nor val
             depths, rng, wanted = config.depths(split), random.Random(f'{config.seed} {split}'), getattr(config, f'n_{split}')
             for i in range(wanted):
                 depth = depths[i % len(depths)]

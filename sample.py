@@ -38,10 +38,10 @@ SHORT = 16  # tokens; reading so few one by one takes no more passes than sweeps
 @dataclass
 class SampleConfig:
     ckpt: str = key('', 'checkpoint, or the folder of a ckpt.pt, or hf:FOLDER (pretrained); empty takes the newest under out/')
-    prompt: str = key('', 'text to continue; for a model with a chat template, the message to answer')
+    prompt: str = key('', 'text to continue; with a chat template, the message to answer')
     chat: bool = key(True, 'a model with a chat template answers messages; False continues texts with it')
     prompt_file: str = key('', 'read the prompt from this file; - is the standard input')
-    prompt_lines: bool = key(False, 'prompt_file holds one prompt per line; all are continued together')
+    prompt_lines: bool = key(False, 'prompt_file holds one prompt per line; all are continued at once')
     num_samples: int = key(1, 'continuations of each prompt; they share its prefill', bounds=(1, 10**6))
     max_tokens: int = key(256, 'tokens to add at most; the context or the document may end earlier', bounds=(1, math.inf))
     temperature: float = key(0.8, 'below 1 favours likely tokens; 0 always takes the likeliest', bounds=(0, math.inf))

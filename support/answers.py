@@ -27,7 +27,7 @@ def ends_answer(text):
 
 
 def same_answer(task, a, b):
-    """Whether two final answers (str; None is no answer, which nothing equals) mean the same in a task.
+    """Whether two final answers (str, or None, which nothing equals) mean the same in a task.
 
     Both are taken bare (`bare_answer`). Numbers by value: currency, thousands commas, trailing zeros, fractions and a unit may
     be written or left out, but two different units differ; other words beside a number make it another answer. math500: also

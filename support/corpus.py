@@ -1,4 +1,4 @@
-"""A corpus too large for memory, tokenised by several processes into shards; it can be interrupted."""
+"""A corpus too large for memory, tokenised into shards by processes that may be interrupted."""
 
 import contextlib
 import hashlib
@@ -33,7 +33,7 @@ VAL_OF_SINGLE_TEXT = 0.05  # the default of val_fraction is for web pages, and f
 class FineWebEduConfig:
     subset: str = key('10BT', "the hub's sample of 10 or 100 billion tokens", ('10BT', '100BT'))
     source: str = key('', 'parquet, jsonl, json or txt files, folders or patterns joined by commas, instead of the hub')
-    text_key: str = key('text', 'the field of a row, or column of a parquet file, that holds the text')
+    text_key: str = key('text', 'the field of a row, or parquet column, that holds the text')
     tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     workers: int = key(0, 'processes that tokenise; 0: one per core', bounds=(0, 1024))
     shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest', bounds=(1000, 2**33))
@@ -272,7 +272,7 @@ class UnfinishedCorpus:
         return True
 
     def write(self, position):
-        """Writes what was added, then the record of it with the `position` in the source after it."""
+        """Writes what was added, then the record of it, and of the `position` after it."""
         for name, parts in self.unwritten.items():
             self.shards[name].append(np.concatenate([np.empty(0, self.dtype), *parts]))
             parts.clear()

@@ -16,7 +16,7 @@ COLOURS = [f'tab:{name}' for name in 'blue orange green purple brown gray olive'
 
 @contextlib.contextmanager
 def drawing(path, *shape, **settings):
-    """A figure and its panels (rows and columns in `shape`), written to the file `path` in the end."""
+    """A figure and its panels (rows and columns in `shape`), written to the file `path`."""
     import matplotlib  # slow to import, and most commands draw nothing
 
     matplotlib.use('Agg')

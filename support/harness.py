@@ -36,7 +36,7 @@ def score_continuations(model, pairs, batch_size):
     decoding. A continuation of more than block_size tokens is scored in pieces of block_size; what comes before a piece is cut
     from the left where the two do not fit. An empty continuation scores 0. The order and the batch do not matter."""
     T, device = model.config.block_size, model.embed.weight.device
-    pieces = []  # (number of the pair, tokens that are read and scored, how many of them are scored)
+    pieces = []  # (number of the pair, tokens, how many of them, at the end, are scored)
     for i, (context, continuation) in enumerate(pairs):
         for start in range(0, len(continuation), T):
             piece = continuation[start : start + T]

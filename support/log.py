@@ -30,7 +30,7 @@ class Log:
 
 
 class Progress:
-    """The progress bar; where there is no terminal, a line per minute. It also measures the speed."""
+    """The progress bar, or a line per minute without a terminal. It also measures the speed."""
 
     def __init__(self, config, first, step):
         self.first, self.shown_at = first, time.monotonic()

@@ -17,7 +17,7 @@ from support.folders import work_folder
 from support.optional import import_optional
 
 OURS = 'latent-memory'  # model_type of a folder that only this code loads
-REMOVED = {'gamma_per_channel': False}  # keys of earlier versions, with the value that this code has
+REMOVED = {'gamma_per_channel': False}  # keys of earlier versions, with the value that is left
 ROPE_SCALING = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 LLAMA_LAYER = [f'self_attn.{part}_proj' for part in 'qkvo'] + [f'mlp.{part}_proj' for part in ('gate', 'up', 'down')]
 LLAMA_LAYER += ['input_layernorm', 'post_attention_layernorm']
@@ -160,7 +160,7 @@ def llama_logits(hub, tensors, tokens):
 @torch.no_grad()
 def check_export(model, settings, weights, hub, tensors):
     """Raises ConfigError unless what is to be written is the model. settings (a GPTConfig) and weights: what our own code would
-    build and load; hub and tensors: a config.json and what transformers would load with it, or None."""
+    build and load; hub and tensors: a config.json and what transformers would load, or None."""
     with torch.device('meta'):
         exported = build(settings)
     modules = dict(model.named_modules())

@@ -21,7 +21,7 @@ def tokenizer_file(name):
 
 
 def read_beside(name, file):
-    """The object in a JSON file beside the tokenizer.json that `name` names; {} where there is none."""
+    """The object in a JSON file beside the tokenizer.json of `name`; {} where there is none."""
     path = tokenizer_file(name).parent / file
     with explaining(f'{path} cannot be read', 'repair or remove it'):
         return dict(json.loads(path.read_text('utf-8')).items()) if path.exists() else {}

@@ -8,7 +8,7 @@ import io
 
 
 def as_text(content, errors='strict'):
-    """The text of `content` (bytes); UnicodeDecodeError where it is not UTF-8, or as `errors` says."""
+    """The text of `content` (bytes of UTF-8); errors: as in bytes.decode."""
     return content.decode('utf-8', errors).removeprefix('\ufeff').replace('\r\n', '\n')
 
 
