@@ -33,8 +33,7 @@ def chat_meta(name, tokenizer_json, date=CHAT_DATE):
     end = pattern.search(render(meta, turns, False).rpartition('word1')[2])
     end = end[0].strip() if end else meta['template_tokens'].get('eos_token')
     if end not in ids:
-        why = f'the chat template of {name} ends no turn, and eos_token={end} is no token'
-        raise ConfigError(f'{why}; take --chat=False.')
+        raise ConfigError(f'the chat template of {name} ends no turn, and eos_token={end} is no token; take --chat=False.')
     return meta | {'stop_token': ids[end]}
 
 

@@ -76,7 +76,7 @@ class Dataset:
             path = os.path.join(self.folder, file + '.bin')
             with explaining(f'{path} cannot be read', REMEDY):
                 if not os.path.getsize(path):
-                    raise ValueError('it is empty')
+                    raise ConfigError(f'{path} cannot be read (it is empty); {REMEDY}.')
                 parts.append(np.memmap(path, dtype=token_dtype(self.vocab_size), mode='r'))
                 self.expect(shard['tokens'], len(parts[-1]), 'tokens')
         stream = Stream(parts) if 'shards' in entry else parts[0]
