@@ -18,6 +18,9 @@ from support.optional import import_optional
 
 OURS = 'latent-memory'  # model_type of a folder that only this code loads
 REMOVED = {'gamma_per_channel': False}  # keys of earlier versions, with the value that is left
+SHAPE = dict(vocab_size='vocab_size', n_embd='hidden_size', n_hidden='intermediate_size')  # ours='theirs'
+SHAPE |= dict(n_layer='num_hidden_layers', n_head='num_attention_heads', n_kv_head='num_key_value_heads')
+SHAPE |= dict(block_size='max_position_embeddings', rope_base='rope_theta', norm_eps='rms_norm_eps')
 ROPE_SCALING = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 LLAMA_LAYER = [f'self_attn.{part}_proj' for part in 'qkvo'] + [f'mlp.{part}_proj' for part in ('gate', 'up', 'down')]
 LLAMA_LAYER += ['input_layernorm', 'post_attention_layernorm']
@@ -28,8 +31,9 @@ def pretrained_folder(name):
     if os.path.isdir(name):
         return name
     with explaining(f'{name} is neither a folder nor a model that the hub gives', 'name a folder of the transformers library'):
-        hub = import_optional('huggingface_hub', 'huggingface_hub')
-        return hub.snapshot_download(name, allow_patterns=['*.json', '*.jinja', '*.safetensors'])
+        from huggingface_hub import snapshot_download  # an extra
+
+        return snapshot_download(name, allow_patterns=['*.json', '*.jinja', '*.safetensors'])
 
 
 def pretrained_config(name, block_size):
@@ -59,21 +63,12 @@ def pretrained_config(name, block_size):
                 stated = f'{what}={kind if what == "rope_type" else c.get(what)}'
                 remedy = 'Llama-family models with tied embeddings are'
                 raise ConfigError(f'{folder} has {stated}, which is not supported here; {remedy}.')
-        return {
-            'family': 'llama',
-            'vocab_size': c['vocab_size'],
-            'block_size': min(block_size, c['max_position_embeddings']),
-            'n_layer': c['num_hidden_layers'],
-            'n_head': c['num_attention_heads'],
-            'n_kv_head': c.get('num_key_value_heads') or c['num_attention_heads'],
-            'n_embd': c['hidden_size'],
-            'n_hidden': c['intermediate_size'],
-            'rope_base': float(rope.get('rope_theta', c.get('rope_theta', 10000.0))),
-            'rope_scaling': scaling,
-            'norm_eps': float(c['rms_norm_eps']),
-            'value_embeddings': 'none',
-            'positional': 'rope',
-        }
+        c['max_position_embeddings'] = min(block_size, c['max_position_embeddings'])
+        c['num_key_value_heads'] = c.get('num_key_value_heads') or c['num_attention_heads']
+        c['rope_theta'] = float(rope.get('rope_theta', c.get('rope_theta', 10000.0)))
+        c['rms_norm_eps'] = float(c['rms_norm_eps'])
+        fixed = {'family': 'llama', 'value_embeddings': 'none', 'positional': 'rope', 'rope_scaling': scaling}
+        return fixed | {ours: c[theirs] for ours, theirs in SHAPE.items()}
 
 
 def take_pretrained_settings(config):
@@ -92,21 +87,10 @@ def hub_config(c):
     required |= {'recurrence': 'none', 'value_embeddings': 'none', 'n_loop': 1}
     if any(getattr(c, name) != value for name, value in required.items()):
         return None
-    hub = {
-        'architectures': ['LlamaForCausalLM'],
-        'model_type': 'llama',
-        'vocab_size': c.vocab_size,
-        'hidden_size': c.n_embd,
-        'intermediate_size': c.mlp_dim,
-        'num_hidden_layers': c.n_layer,
-        'num_attention_heads': c.n_head,
-        'num_key_value_heads': c.n_kv_head or c.n_head,
-        'max_position_embeddings': c.block_size,
-        'rope_theta': c.rope_base,
-        'rms_norm_eps': c.norm_eps,
-        'hidden_act': 'silu',
-        'tie_word_embeddings': True,
-    }
+    hub = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'}
+    hub |= {theirs: getattr(c, ours) for ours, theirs in SHAPE.items()}
+    hub |= {'intermediate_size': c.mlp_dim, 'num_key_value_heads': c.n_kv_head or c.n_head}
+    hub |= {'hidden_act': 'silu', 'tie_word_embeddings': True}
     if c.rope_scaling:
         *factors, length = c.rope_scaling
         hub['rope_scaling'] = {'rope_type': 'llama3'} | dict(zip(ROPE_SCALING, (*factors, int(length)), strict=True))
