@@ -39,8 +39,7 @@ from support.suggestions import nearest
 from support.text_tasks import TextTaskConfig, make_text_task
 from support.tokens import LossyError, encode_document, tokenizer_meta
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# Text
+# ---- Text ----
 
 
 @dataclass
@@ -138,8 +137,7 @@ def hash_documents(files):
     return documents
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# S5 (T2MLR's S5-retrieval task)
+# ---- S5 (T2MLR's S5-retrieval task) ----
 
 
 @dataclass
@@ -356,8 +354,7 @@ def make_s5(task, config):
         folders.publish(work, out, meta)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# Variable assignment and pathfinding, made from a seed
+# ---- Variable assignment and pathfinding, made from a seed ----
 
 LETTERS = 'abcdefghijklmnopqrstuvwxyz'
 PEOPLE = 'Ann Ben Cal Dan Eva Fay Gus Hal Ida Jon Kim Leo Mia Ned Ora Pat Quin Ron Sue Tom Una Val Wes Xena Yan Zoe'.split()
@@ -479,8 +476,7 @@ def draw_task(config):
     return examples
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# The table of datasets
+# ---- The table of datasets ----
 
 SEEDED, QUESTIONS = 'any number of examples, no network', 'network, or local files'
 DATASETS = {  # name: its settings, the function that makes it from the name and the settings, its line in the list

@@ -37,15 +37,8 @@ def same_answer(task, a, b):
     if a is None or b is None:
         return False
     a, b = bare_answer(task, a), bare_answer(task, b)
-    if task == 'pathfinding':
-        a, b = (re.split(r'(?:\s|,|->|>|→)+', path.strip().rstrip('.')) for path in (a, b))
-        return a == b
-    if task == 'prosqa':
-        a, b = (' '.join(text.lower().split()).rstrip('. ') for text in (a, b))
-        return a == b
-    if task == 'hotpotqa':
-        a, b = (re.sub(r'[^\w\s]', '', text.lower()).split() for text in (a, b))
-        return [w for w in a if w not in ('a', 'an', 'the')] == [w for w in b if w not in ('a', 'an', 'the')]
+    if task in COMPARED:
+        return COMPARED[task](a) == COMPARED[task](b)
     if task == 'math500':
         a, b = plain_latex(a), plain_latex(b)
         if same_quantity(a, b):
@@ -55,6 +48,11 @@ def same_answer(task, a, b):
     return same_quantity(a, b) or ' '.join(a.split()) == ' '.join(b.split())
 
 
+COMPARED = {  # what counts of an answer that is no quantity
+    'pathfinding': lambda text: re.split(r'(?:\s|,|->|>|→)+', text.strip().rstrip('.')),
+    'prosqa': lambda text: ' '.join(text.lower().split()).rstrip('. '),
+    'hotpotqa': lambda text: [w for w in re.sub(r'[^\w\s]', '', text.lower()).split() if w not in ('a', 'an', 'the')],
+}
 CURRENCIES = {'$': 'dollar', '€': 'euro', '£': 'pound', '¥': 'yen'}
 SCALES = {'k': 10**3, 'dozen': 12, 'hundred': 100, 'thousand': 10**3, 'million': 10**6, 'billion': 10**9}
 

@@ -48,7 +48,7 @@ def draw_curves(folders, path):
                 raise ConfigError(f'curves={folder}: its log.jsonl holds no loss; train it first.')
             (line,) = panel.plot(list(val), list(val.values()), label=os.path.basename(folder))
             panel.plot(list(train), list(train.values()), alpha=0.4, linewidth=1, color=line.get_color(), marker='')
-        panel.set(xlabel='step', ylabel='loss (nats a token): training faint, validation as decoded')
+        panel.set(xlabel='step', ylabel='loss (nats per token): training faint, validation as decoded')
         panel.legend()
 
 

@@ -101,7 +101,7 @@ def question_files(source):
 
 def read_rows(path):
     """The rows of a jsonl, json (a list) or parquet file, the first two perhaps packed; ConfigError for any other file."""
-    remedy, kind = 'it should hold one JSON object a row', ending(path).split('.')[1]
+    remedy, kind = 'it should hold one JSON object per row', ending(path).split('.')[1]
     with explaining(f'{path} cannot be read', remedy):
         if kind == 'parquet':
             return import_optional('pyarrow.parquet').read_table(path).to_pylist()

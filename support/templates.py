@@ -10,7 +10,7 @@ import jinja2.sandbox
 
 from configurator import explaining
 
-CHAT_DATE = '2024-07-26'  # of templates that ask for today's; Llama 3 has it where there is none
+CHAT_DATE = '2024-07-26'  # today's, for templates that ask; Llama 3 has it where there is none
 
 
 def tokenizer_file(name):
