@@ -154,7 +154,7 @@ def parse(config_class, argv, usage):
         with reporting():
             print_help(config_class, usage)
         raise SystemExit(0)
-    try:
+    with reporting():
         declared = {f.name: f for f in fields(config_class)}
         path, given = read_arguments(argv, {name for name, f in declared.items() if type(f.default) is bool})
         values, assigned = {}, read_config_file(path) if path else {}
@@ -170,8 +170,6 @@ def parse(config_class, argv, usage):
         check_keys(config)
         config.check()
         return config
-    except ConfigError as e:
-        raise fail(e) from None
 
 
 def fail(sentence, code=2):

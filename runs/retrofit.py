@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from bench import take_step
-from configurator import ConfigError, fail, parse, reporting
+from configurator import ConfigError, explaining, fail, parse, reporting
 from model import build
 from support.accounting import count_flops
 from support.data import Dataset
@@ -104,10 +104,8 @@ def table(folder):
 
     def read(name):
         path = Path(folder, f'{name}.json')
-        try:
+        with explaining(f'{path} cannot be read', 'delete it and measure again'):
             return json.loads(path.read_text(encoding='utf-8')) if path.exists() else None
-        except ValueError as e:
-            raise ConfigError(f'{path} cannot be read ({e}); delete it and measure again.') from None
 
     rows = []
     for task in ('variables', 'gsm8k'):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import ConfigError
+from configurator import ConfigError, explaining
 from schedule import SEQUENTIAL, Schedule
 
 COLOURS = [f'tab:{name}' for name in 'blue orange green purple brown gray olive'.split()]
@@ -34,10 +34,8 @@ def draw_curves(folders, path):
     """Training loss, and validation loss as markers, against steps, one line per folder."""
     with drawing(path, figsize=(7, 4)) as (_, panel):
         for folder in folders:
-            try:
+            with explaining(f'curves={folder}: its log.jsonl cannot be read', 'name the folder of a run'):
                 lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text(encoding='utf-8').splitlines()]
-            except (OSError, ValueError) as e:
-                raise ConfigError(f'curves={folder}: its log.jsonl cannot be read ({e}).') from None
             train, val = {}, {}
             for line in lines:  # a mean is missing where nothing was scored
                 scored = line.get('val_exact') or line.get('val') or {}
@@ -225,13 +223,11 @@ def read_study(folder):
     """{cell: [result of each seed]} of the files NAME-SEED.json in `folder`; raises ConfigError where there is none."""
     cells = {}
     for path in sorted(Path(folder).glob('*-*.json')):
-        try:
+        with explaining(f'{path} cannot be read', 'delete it and measure again'):
             result = json.loads(path.read_text(encoding='utf-8'))
             missing = {'training_flops', 'training_seconds', 'parameters'} - result.keys()
             if missing or not {'training', 'decoded'} & result.keys():
                 raise ValueError('it is no measurement of a checkpoint')
-        except (ValueError, AttributeError) as e:
-            raise ConfigError(f'{path} cannot be read ({e}); delete it and measure again.') from None
         cells.setdefault(path.name.rpartition('-')[0], []).append(result)
     if not cells:
         raise ConfigError(f'study={folder} holds no results; files there are called NAME-SEED.json.')

@@ -5,11 +5,10 @@ import glob
 import json
 import os
 from dataclasses import fields
-from pathlib import Path
 
 import torch
 
-from configurator import ConfigError
+from configurator import ConfigError, explaining
 from model import GPTConfig, build
 from support.chat import chat_meta
 from support.checkpoint import load_weights, read_checkpoint
@@ -55,14 +54,13 @@ def load_folder(name, device='cpu', dtype='auto', chat=True):
     model = build(GPTConfig(**pretrained_config(folder, 2048)))  # the whole context of some would take gigabytes of state
     load_pretrained(model, folder)
     path = os.path.join(folder, 'meta.json')
-    try:
-        meta = json.loads(Path(path).read_text(encoding='utf-8'))
-    except FileNotFoundError:
+    if os.path.exists(path):
+        with explaining(f'{path} cannot be read', 'export the model again'), open(path, encoding='utf-8') as f:
+            meta = json.load(f)
+    else:
         meta = {'kind': 'text'} | tokenizer_meta(folder)
         with contextlib.nullcontext() if chat else contextlib.suppress(ConfigError):
             meta |= chat_meta(folder, meta['tokenizer_json'])
-    except ValueError as e:
-        raise ConfigError(f'{path} cannot be read ({e}); export the model again.') from None
     return to_evaluation(model, meta, device, dtype), {'meta': meta, 'step': 0}
 
 
