@@ -48,7 +48,7 @@ def same_answer(task, a, b):
     return same_quantity(a, b) or ' '.join(a.split()) == ' '.join(b.split())
 
 
-COMPARED = {  # what counts of an answer that is no quantity
+COMPARED = {  # what is compared of an answer that is no quantity
     'pathfinding': lambda text: re.split(r'(?:\s|,|->|>|→)+', text.strip().rstrip('.')),
     'prosqa': lambda text: ' '.join(text.lower().split()).rstrip('. '),
     'hotpotqa': lambda text: [w for w in re.sub(r'[^\w\s]', '', text.lower()).split() if w not in ('a', 'an', 'the')],

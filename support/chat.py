@@ -15,7 +15,7 @@ BREAK = '\ud800'  # half of a surrogate pair, which no text holds
 def special_tokens(tokenizer_json):
     """({text: id} of the special tokens of a tokenizer.json, pattern that finds them with the spaces that belong to them)."""
     special = [t for t in json.loads(tokenizer_json).get('added_tokens', []) if t['special']]
-    special.sort(key=lambda t: -len(t['content']))  # the longest counts where several begin
+    special.sort(key=lambda t: -len(t['content']))  # where several match, the longest counts
     parts = (r'\s*' * t.get('lstrip', 0) + re.escape(t['content']) + r'\s*' * t.get('rstrip', 0) for t in special)
     return {t['content']: t['id'] for t in special}, re.compile('|'.join(parts) or '(?!)')
 

@@ -171,7 +171,7 @@ def start_worker(meta, val_fraction):
 
 
 def tokenise(entries):
-    """[(number of the file, Entry without content, tokens, split, why it is kept out)] of entries not blank."""
+    """[(number of the file, Entry without content, tokens, split, why it is kept out)] of what is not blank."""
     pieces, below = [], WORKER['val_fraction'] * 2**64
     for file, entry in entries:
         if not entry.content and not entry.why:

@@ -21,7 +21,7 @@ def read_prompts(config):
             raise OSError('the standard input is closed')
         text = as_text(binary(sys.stdin).read() if config.prompt_file == '-' else Path(config.prompt_file).read_bytes())
     except (OSError, UnicodeDecodeError) as e:
-        reason = getattr(e, 'strerror', None) or e  # the whole of an OSError repeats the name
+        reason = getattr(e, 'strerror', None) or e  # the text of an OSError repeats the name
         raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {reason}.') from None
     if config.prompt_lines and not text:
         raise ConfigError(f'prompt_file={config.prompt_file} holds no line, and prompt_lines=True takes one prompt from each.')

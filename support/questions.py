@@ -15,7 +15,7 @@ from support.text_tasks import TextTaskConfig, make_text_task
 from support.texts import as_text
 
 COCONUT = 'https://raw.githubusercontent.com/facebookresearch/coconut/main/data/prosqa_'
-HUB = {  # what `datasets` loads: plain files, no code of theirs
+HUB = {  # what `datasets` loads: plain files, without code
     'prosqa': ('json', {'data_files': {name: f'{COCONUT}{name}.json' for name in ('train', 'valid', 'test')}}),
     'gsm8k': ('openai/gsm8k', {'name': 'main'}),
     'gsm8k_aug': ('whyNLP/gsm8k-aug', {}),
@@ -136,7 +136,7 @@ def question_example(task, row):
         facts = list(zip(facts['title'], facts['sent_id'], strict=True)) if isinstance(facts, dict) else facts
         paragraphs = dict(context)
         question = ''.join(f'{title}: {"".join(sentences).strip()}\n' for title, sentences in context) + question
-        lines = [paragraphs[title][i] for title, i in facts if i < len(paragraphs[title])]  # some name one too many
+        lines = [paragraphs[title][i] for title, i in facts if i < len(paragraphs[title])]  # some name a sentence too many
     else:
         lines = row['steps']
         if not isinstance(lines, list):

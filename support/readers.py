@@ -131,10 +131,10 @@ def whole_documents(rows):
 
 
 def read_parquet(table, text_key, skip):
-    """As read_json(), of the rows of a parquet file."""
+    """As read_json(), but of the rows of a parquet file."""
     starts = np.cumsum([0, *(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))])
     group = np.searchsorted(starts, skip, 'right') - 1  # where to begin
-    contents = (  # of one group at a time; asked for together, all would stay in memory
+    contents = (  # of one group at a time: requested together, all would stay in memory
         row.as_py()
         for i in range(group, table.num_row_groups)
         for batch in table.iter_batches(256, [i], [text_key])

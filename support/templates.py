@@ -53,7 +53,7 @@ class Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=4)
 def compile_template(template):
-    """A chat template, which gets what those of Hugging Face models expect."""
+    """A compiled chat template, with what those of Hugging Face models expect."""
     extensions = [Generation, 'jinja2.ext.loopcontrols']
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 

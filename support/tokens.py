@@ -143,7 +143,7 @@ def named_tokens(name, specials):
 
 def encode(meta, text):
     """Token ids (list of int) of `text` under the tokenizer of a dataset's meta.json. 'bytes': its UTF-8 bytes, whatever they
-    spell, so never the document token; nor does another tokenizer make a special token of a text. 'names': whitespace-separated
+    spell, so never the document token; no other tokenizer makes a special token of a text either. 'names': whitespace-separated
     names; ConfigError for a name that the vocabulary lacks."""
     if meta['tokenizer'] == 'names':
         ids = {name: i for i, name in enumerate(meta['names'])}
