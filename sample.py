@@ -4,9 +4,7 @@ Every token costs one forward of one position: the state holds the keys and valu
 sequence. A prompt is read token by token (--prefill=exact) or in parallel, by fixed-point passes (--prefill=jacobi). A model of
 texts continues the prompt, or answers the question in it; one with a chat template answers it as a message; one of an aligned
 task answers at every token of the prompt that asks. --ckpt=hf:FOLDER takes a pretrained folder, --export=FOLDER makes one.
-
-Prompts are UTF-8 in any locale, from an argument, a file or the standard input. A line ends with
-`\\n` or `\\r\\n`, read as `\\n`; a byte-order mark at the start is left out (support/texts.py).
+Prompts are UTF-8 in any locale, from an argument, a file or the standard input (support/texts.py).
 """
 
 import codecs

@@ -36,6 +36,6 @@ def evaluate(model, data, config, schedule, batches, process):
             for low, high in data.scores.values():
                 of_score = (y >= low) & (y < high)
                 pairs.append(((correct & of_score).sum(), of_score.sum()))
-            sums.append(torch.stack([torch.stack(pair).to(nll.dtype) for pair in pairs]))  # .item() here would wait for the device
+            sums.append(torch.stack([torch.stack(pair).to(nll.dtype) for pair in pairs]))  # .item() would wait for the GPU
     totals = process.sum(torch.stack(sums).cpu().double().sum(0))
     return {name: a / b for name, (a, b) in zip(['loss', *data.scores], totals.tolist(), strict=True) if b}
