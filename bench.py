@@ -145,8 +145,7 @@ class TextbookLayer(nn.Module):
 
 
 class Textbook(nn.Module):
-    """The plain transformer of the nanochat family, written without a memory in mind: the yardstick for ours, which computes
-    the same."""
+    """The plain transformer of the nanochat family, a yardstick for ours: it computes the same."""
 
     def __init__(self, config):
         super().__init__()
@@ -193,8 +192,7 @@ def take_step(model, optimizers, config, x, y, recur_mask=None):
 
 
 def training_step(bench, variant, device):
-    """(a function that takes one step of `variant`, a name or settings; the step's FLOPs as a multiple of the plain
-    transformer's; the step's FLOPs)."""
+    """(function that takes a step of `variant`; its FLOPs relative to the plain transformer's; its FLOPs)."""
     config = training_config(bench, variant)
     torch.manual_seed(0)
     model = (Textbook if variant == 'textbook' else build)(config).to(device)
@@ -240,18 +238,16 @@ def bench_train(bench):
         if bench.compile:
             row['start_s'] = round(first[name] - row['ms'] / 1e3, 1)
     show(results, ms='.1f', ratio='.2f', floor='.2f', tokens_s=',', mfu='.1%', start_s='.1f')
-    if bench.profile:
-        for name, (step, *_) in steps.items():
-            with torch.profiler.profile() as profile:
-                step()
-            print(f'\n{name}')
-            print(profile.key_averages().table(sort_by='self_cpu_time_total', row_limit=15, max_name_column_width=40))
+    for name, (step, *_) in steps.items() if bench.profile else ():
+        with torch.profiler.profile() as profile:
+            step()
+        table = profile.key_averages().table(sort_by='self_cpu_time_total', row_limit=15, max_name_column_width=40)
+        print(f'\n{name}\n{table}')
     return results
 
 
 def bench_scaling(bench):
-    """How the time of a step grows beside its FLOPs: from T to 2 T and 4 T at the same number of tokens, and from 4 to 8 and
-    16 passes."""
+    """How the time of a step grows beside its FLOPs: from T to 2 T and 4 T at equal tokens, and from 4 to 8 and 16 passes."""
     if bench.batch_size % 4:
         raise ConfigError(f'batch_size={bench.batch_size} must be divisible by 4, for four times the length.')
     device, cells = use_device(bench), {}  # settings, variant, and the cell to compare with
@@ -272,13 +268,12 @@ def bench_scaling(bench):
 
 
 def peak_memory(bench, variant):
-    """Bytes that two steps need at most, as the first makes the state of the optimizers; on CPU, how much this process grew. To
-    be called in a new process."""
+    """The most bytes of two steps; on CPU, how much this process grew. To be called in a new process."""
     device, peaks = use_device(bench), []
     for size in (replace(bench, n_embd=2 * bench.n_head, vocab_size=2, block_size=2, batch_size=1), bench):
         step, *_ = training_step(size, variant, device)  # the small one loads the libraries
         step()
-        step()
+        step()  # the first makes the state of the optimizers
         with open('/proc/self/status') as f:
             peaks.append(next(int(line.split()[1]) * 1024 for line in f if line.startswith('VmHWM')))
     return torch.cuda.max_memory_allocated() if device.startswith('cuda') else peaks[1] - peaks[0]
@@ -332,8 +327,8 @@ def decoding_variants(n_layer):
 
 @torch.inference_mode()
 def bench_decode(bench):
-    """Milliseconds per token, and three ratios to the plain transformer: of time, of FLOPs (the floor), and of the weights that
-    a token reads, which bind a single sequence."""
+    """Milliseconds per token, and three ratios to the plain transformer: of time, of FLOPs (the
+    floor), and of the weights that a token reads, which bind a single sequence."""
     device = use_device(bench)
     token = torch.zeros(bench.batch_size, 1, dtype=torch.long, device=device)
     calls, floors, weights = {}, {}, {}
@@ -354,8 +349,8 @@ def bench_decode(bench):
         calls[name] = call
     results = compare(measure(calls, bench.rounds, device), 'plain')
     for name, row in results.items():
-        row['ms'] = round(row['ms'] / bench.tokens, 3)
-        row['floor'], row['weights'] = round(floors[name], 3), round(weights[name] / weights['plain'], 3)
+        row |= {'ms': round(row['ms'] / bench.tokens, 3), 'floor': round(floors[name], 3)}
+        row['weights'] = round(weights[name] / weights['plain'], 3)
     show(results, ms='.2f', ratio='.3f', floor='.3f', weights='.3f')
     return results
 
@@ -383,9 +378,8 @@ def bench_prefill(bench):
         model, checkpoint = load_model(find_checkpoint(bench.ckpt), device)
         name = model.config.recurrence
         if name == 'none' or checkpoint['meta']['kind'] != 'text' or bench.prompt > model.config.block_size:
-            needs = f'must be a recurrent text model that fits prompt={bench.prompt}'
-            has = f'recurrence={name} and a context of {model.config.block_size}'
-            raise ConfigError(f'ckpt={bench.ckpt} {needs}; it has {has}.')
+            has = f'it has recurrence={name} and a context of {model.config.block_size}'
+            raise ConfigError(f'ckpt={bench.ckpt} must be a recurrent text model that fits prompt={bench.prompt}; {has}.')
         tokens = torch.from_numpy(Dataset(checkpoint['config']['data_dir']).split('val')[: bench.prompt].astype('int64'))[None]
         models = {name: model}
     else:
@@ -416,7 +410,7 @@ class DataBench(Bench):
 
 
 def bench_data(bench):
-    """Tokens per second of the loader in one process, and of a training step on the same batches."""
+    """Tokens per second of the loader in one process, and of training on the same batches."""
     file = bench.config or str(Path(__file__).with_name('config') / 'text_transformer.py')
     config = parse(TrainConfig, [file, f'--data_dir={bench.data_dir}'], 'python bench.py data')
     data, device = Dataset(bench.data_dir), use_device(config)
@@ -434,15 +428,14 @@ def bench_data(bench):
         take_step(model, optimizers, config, *(None if t is None else t.to(device) for t in batch))
 
     training = tokens / measure({'step': step}, bench.rounds, device)['step']
-    results = {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(training)}
-    results['ratio'] = round(loader / training, 1)
-    print(f'loader {loader:,.0f} tokens/s, training {training:,.0f} tokens/s: {results["ratio"]} times')
-    return results
+    ratio = round(loader / training, 1)
+    print(f'loader {loader:,.0f} tokens/s, training {training:,.0f} tokens/s: {ratio} times')
+    return {'loader_tokens_per_s': round(loader), 'training_tokens_per_s': round(training), 'ratio': ratio}
 
 
 def bench_configs(bench):
-    """One row per config: parameters, the recurrence's share, FLOPs as multiples of the plain transformer's. Where the data
-    decide the vocabulary, the row has that of bytes, in brackets."""
+    """One row per config: parameters, the recurrence's share, FLOPs as multiples of the plain
+    transformer's. Where the data decide the vocabulary, the row has that of bytes, in brackets."""
     results, rows = {}, []
     for path in sorted(Path(__file__).parent.glob('config/*.py')):
         config = parse(TrainConfig, [str(path), '--dry_run=True'], 'python bench.py configs')
@@ -473,11 +466,11 @@ BENCHES = {
 
 
 def main(argv):
-    if not argv or argv[0] not in BENCHES:
-        if argv in ([], ['--help'], ['-h']):
-            with reporting():
-                print(__doc__)
-            raise SystemExit(0)
+    if argv in ([], ['--help'], ['-h']):
+        with reporting():
+            print(__doc__)
+        raise SystemExit(0)
+    if argv[0] not in BENCHES:
         raise fail(f'{argv[0]} is not a benchmark; {nearest(argv[0], BENCHES)}')
     config_class, run = BENCHES[argv[0]]
     config = parse(config_class, argv[1:], f'python bench.py {argv[0]} [--key=value ...]')

@@ -53,8 +53,7 @@ def within(name, value, low, high, why):
 
 
 def convert(name, value, default, names=None):
-    """`value` (text from the command line, or an object from a config file) as the type of `default`, or ConfigError.
-    names: {word: number}, as those of a key."""
+    """`value` (text, or any object of a config file) as the type of `default`; names: as in key."""
     kind = type(default)
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         if names and isinstance(value, str) and value in names:
@@ -84,8 +83,7 @@ def show(value, names=None):
 
 
 def read_config_file(path):
-    """The names that a config file assigns, as a dict. It may start from another, in its own folder or in config/, by
-    `from other_config import *`."""
+    """{name: value} that a config file assigns; `from other_config import *` in it finds files beside it and in config/."""
     if not os.path.isfile(path):
         folder, name = os.path.split(path)
         files = {p.name: os.path.relpath(p) for parent in ('config', folder) for p in Path(parent).glob('*.py') if p.is_file()}
@@ -139,7 +137,7 @@ def print_help(config_class, usage):
 
 @contextlib.contextmanager
 def explaining(what, remedy):
-    """For code that fails in many ways (a parser, the network): a failure becomes ConfigError "WHAT (the reason); REMEDY."."""
+    """For code that fails in many ways (a parser, the network): a failure becomes ConfigError "WHAT (reason); REMEDY."."""
     try:
         yield
     except (ConfigError, MemoryError):
@@ -150,15 +148,13 @@ def explaining(what, remedy):
 
 
 def parse(config_class, argv, usage):
-    """An instance of `config_class` (a dataclass of `key` fields) from `argv`, checked by its own `check()`.
-
-    Raises SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake.
-    """
+    """An instance of `config_class` (a dataclass of `key` fields) from `argv`, checked by its own
+    `check()`. Raises SystemExit: 0 after --help, 2 with one sentence on stderr after a mistake."""
     if '--help' in argv or '-h' in argv:
         with reporting():
             print_help(config_class, usage)
         raise SystemExit(0)
-    try:
+    with reporting():
         declared = {f.name: f for f in fields(config_class)}
         path, given = read_arguments(argv, {name for name, f in declared.items() if type(f.default) is bool})
         values, assigned = {}, read_config_file(path) if path else {}
@@ -166,17 +162,14 @@ def parse(config_class, argv, usage):
             raise ConfigError(f'the config file {path} sets no key; write key = value, or `from other_config import *`.')
         for source, pairs in ((path, assigned), ('the command line', given)):
             for name, value in pairs.items():
-                if name not in declared:
-                    if callable(value) or isinstance(value, ModuleType):
-                        continue  # what a config file imports or defines for its own use
+                if name in declared:
+                    values[name] = convert(name, value, declared[name].default, declared[name].metadata['names'])
+                elif not callable(value) and not isinstance(value, ModuleType):  # these a file may have for its own use
                     raise ConfigError(f'unknown key {name!r} in {source}; {suggest_key(name, declared)}')
-                values[name] = convert(name, value, declared[name].default, declared[name].metadata['names'])
         config = config_class(**values)
         check_keys(config)
         config.check()
         return config
-    except ConfigError as e:
-        raise fail(e) from None
 
 
 def fail(sentence, code=2):
@@ -190,7 +183,7 @@ def fail(sentence, code=2):
 
 @contextlib.contextmanager
 def reporting():
-    """For the work of a command: what a user can cause ends in one sentence and a documented exit code."""
+    """For the work of a command: a failure that a user can cause ends in one sentence and a documented exit code."""
     try:
         yield
         if sys.stdout:  # None if it was closed from the start

@@ -35,12 +35,11 @@ from support.answers import ends_answer, extract_answer, same_answer
 from support.checkpoint import check_same_tokens
 from support.data import Dataset
 from support.harness import harness, run_harness
-from support.loading import computing, find_checkpoint, load
+from support.loading import DTYPES, computing, find_checkpoint, load
 from support.loss import score_tokens, token_nll
 from support.processes import use_device
 from support.prompts import is_aligned, prompt_recurs
 from support.results import ResumableResults, provenance
-from support.studies import read_study, report_study
 from train import TrainConfig, saved_settings
 
 
@@ -53,17 +52,9 @@ class EvalConfig:
     max_batches: int = key(0, 'batches at most; 0 takes the whole split', bounds=(0, 2**31))
     show: int = key(0, 'tasks made of text: print prompt, answer and target of so many examples', bounds=(0, 2**31))
     passes: bool = key(False, 'text: also bits per byte of each pass of the training schedule')
-    exact: str = key(
-        'auto',
-        'exact decoding: token by token, or iterated; auto iterates texts above 256 tokens and prompts',
-        ('auto', 'sequential', 'jacobi'),
-    )
-    chat: bool = key(True, 'lm_eval of hf:FOLDER: False ignores a chat template that cannot be used')
-    dtype: str = key(
-        'auto',
-        'of the computation; auto is bfloat16 on CUDA; scores of a schedule are computed in float32 or float64',
-        ('auto', 'float32', 'bfloat16', 'float64'),
-    )
+    exact: str = key('auto', 'decoding; auto iterates prompts and texts above 256 tokens', ('auto', 'sequential', 'jacobi'))
+    chat: bool = key(True, 'lm_eval of hf:FOLDER: False ignores a chat template that does not work')
+    dtype: str = key('auto', 'of decoding; auto is bfloat16 on CUDA; a schedule is scored in float32 or float64', DTYPES)
     device: str = key('auto', 'cpu, cuda or mps; auto takes a GPU where there is one')
     threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
     results: str = key('', 'tasks: write the accuracies at the longest trained length to this JSON file')
@@ -72,7 +63,7 @@ class EvalConfig:
     diagnose: bool = key(False, 'text: gates by layer, residuals by pass, and what a memory set to 0 does to later tokens')
     lm_eval: str = key('', 'tasks of the lm-eval harness, joined by commas; core is the CORE set with its centred average')
     lm_tasks: str = key('', 'lm_eval: folder with task files of your own')
-    num_fewshot: int = key(-1, 'lm_eval: examples before the question; -1 takes what each task says')
+    num_fewshot: int = key(-1, 'lm_eval: examples before the question; -1: as each task says')
     limit: int = key(0, 'lm_eval: examples of each task at most; 0 takes all')
     curves: str = key('', 'measure nothing; draw the losses in the log.jsonl of these folders, joined by commas, to figure')
     overview: str = key('', 'measure nothing; draw the recurrences and the schedules to this file')
@@ -111,9 +102,7 @@ def accuracy_by(hit, values):
 
 def score_task(model, data, split, schedule, config, results):
     """{score: {'all', 'last', 'by_length': {steps: ..}, 'last_by_length': .., 'by_position': {step: ..}}} as fractions.
-
-    Positions count the steps of an example from 1; 'last' is the last step of each example.
-    """
+    Positions count the steps of an example from 1; 'last' is the last step of each example."""
     arrays = data.split(split)
     total = min(len(arrays['tokens']), (config.max_batches or math.inf) * config.batch_size)
 
@@ -151,9 +140,8 @@ def score_answers(model, data, split, config, results):
     """{'exact_match', 'by_depth': {depth: share}, 'answers': how many, 'cut': how many of them}.
 
     Greedy decoding of each prompt, exact and cached, up to the end of the line of the first `####`, the document token or
-    stop_token. The answer (`extract_answer`) is compared as the task compares (`same_answer`). A response that reaches the
-    end of the context first is cut and counts as no match. Prompts read the memory if they did in the training. Raises
-    ConfigError for a packed split.
+    stop_token. The answer (`extract_answer`) is compared as the task compares (`same_answer`). A response that the context ends
+    first is cut and counts as no match. Prompts read the memory if they did in the training. ConfigError for a packed split.
     """
     arrays, meta, task = data.split(split), data.meta, data.meta['task']
     if 'prompt_lengths' not in arrays:
@@ -189,7 +177,7 @@ def read_examples(data, split):
 
 
 def show_answers(examples, results, n):
-    """Prints the first n of the examples that score_answers has decoded: prompt, answer and target."""
+    """Prints the first n examples that score_answers has decoded: prompt, answer and target."""
     decoded = sorted(row for (name, _), batch in results.measured.items() if name == 'responses' for row in batch)
     for i, text, outcome in decoded[:n]:
         example = examples[i]
@@ -308,8 +296,8 @@ def diagnose(model, data, split, config):
 
 
 def prepare(path, config):
-    """What an evaluation works on: the model, the checkpoint without its weights, the dataset (None for lm_eval) and its split.
-    Raises ConfigError for what cannot be measured, or not be summarised as results or figure."""
+    """What an evaluation works on: the model, the checkpoint without its weights, the dataset (None for lm_eval), its split.
+    Raises ConfigError for what cannot be measured, or cannot be summarised as results or figure."""
     if path.startswith('hf:') and not config.lm_eval:
         raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; here name a checkpoint of train.py.')
     torch.set_float32_matmul_precision('high')
@@ -412,7 +400,7 @@ def main(argv):
         if config.curves:
             return figures.draw_curves(config.curves.split(','), config.figure)
         if config.study:
-            return report_study(read_study(config.study), config)
+            return figures.report_study(figures.read_study(config.study), config)
 
         # 1. The checkpoints. A mistake in the last is refused before hours go into the first.
         paths, tasks = [find_checkpoint(part.strip()) for part in config.ckpt.split(',')], set()

@@ -39,8 +39,7 @@ from support.suggestions import nearest
 from support.text_tasks import TextTaskConfig, make_text_task
 from support.tokens import LossyError, encode_document, tokenizer_meta
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# Text
+# ---- Text ----
 
 
 @dataclass
@@ -63,9 +62,9 @@ class TextConfig:
 def make_text(_, config):
     """Tokens of files, one document per file, each opened by the document token, in train.bin and val.bin.
 
-    The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So a split
-    depends on the set of documents alone, and copies of one document never end up on both sides. Where all are copies of one,
-    its last val_fraction goes to val. A document that the tokenizer does not give back is kept out. Memory: the largest file.
+    The documents whose content has the smallest sha256 go to val: val_fraction of the distinct ones, at least one. So the split
+    depends on the set of documents alone, and copies of a document are never on both sides. Where all are copies of one, its
+    last val_fraction goes to val. A document that the tokenizer does not give back is kept out. Memory: the largest file.
     """
     source = folders.source_names(config.source, f'Python standard library {platform.python_version()}')
     wanted = {'kind': 'text', 'source': source, 'settings': folders.settings_of(config, 'max_lost')}
@@ -119,7 +118,7 @@ def make_text(_, config):
 
 
 def hash_documents(files):
-    """{path: sha256} of the files that hold UTF-8 text; how many do not, or are empty, is printed."""
+    """{path: sha256} of the files that hold UTF-8 text; prints how many do not, or are empty."""
     documents, empty, binary = {}, 0, []
     for path in tqdm(files, desc='reading', unit='file', disable=None):
         content = Path(path).read_bytes()
@@ -138,8 +137,7 @@ def hash_documents(files):
     return documents
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# S5 (T2MLR's S5-retrieval task)
+# ---- S5 (T2MLR's S5-retrieval task) ----
 
 
 @dataclass
@@ -147,10 +145,10 @@ class S5Config:
     group: int = key(5, 'n of the permutation group S_n', bounds=(2, 5))
     actions: str = key('all', 'all elements, or generators: adjacent transpositions and the n-cycle', ('all', 'generators'))
     steps: str = key('1-8', 'actions per example of train and val: a number or a range')
-    test_steps: str = key('', 'actions per example of test, which may be more; empty: as in training')
+    test_steps: str = key('', 'actions per example of test; empty: as in training')
     length_bias: float = key(0.0, 'a length of s steps is drawn with weight s^-length_bias; 0: evenly', bounds=(0, 10))
     retrieval: bool = key(True, 'a dictionary comes first, and every action asks for values in it')
-    retrieve_by: str = key('action', 'what is looked up: the action, or the state after it (all are keys)', ('action', 'state'))
+    retrieve_by: str = key('action', 'looked up: the action, or the state after it (then all are keys)', ('action', 'state'))
     dictionary_size: int = key(0, "keys that an example's actions are drawn from; 0: all actions")
     distractors: int = key(0, 'further keys in the dictionary that never act')
     value_len: int = key(1, 'value tokens per key', bounds=(1, 100))
@@ -232,8 +230,8 @@ def count_examples(config, steps):
 
 
 def plan_splits(config):
-    """{split: {steps: examples}}: every split spreads its examples over its lengths in proportion to steps^-length_bias (0:
-    evenly), as far as their supply allows.
+    """{split: {steps: examples}}: every split spreads its examples over its lengths in proportion
+    to steps^-length_bias (0: evenly), as far as their supply allows.
 
     No example is in two splits or twice in one, and short ones run out (without retrieval S_3 has six of one step). So test
     and val take at most a quarter each of the examples that exist of a training length, and train may have all the rest.
@@ -260,7 +258,7 @@ def plan_splits(config):
 def draw_examples(config, rng, count, steps):
     """`count` random examples of one length T: tokens (count, T) and targets (count, T), aligned and not shifted.
 
-    With retrieval: key value.. key value.. | action slot.. action slot.., without: | action action ..
+    With retrieval: key value.. key value.. | action slot.. action slot..; else: | action action ..
     At an action the target is the state after it, state_t = action_t after state_{t-1} from the identity; at an action's
     slots it is the values in the dictionary of that action, or with retrieve_by=state of that state; everywhere else it is -1.
     """
@@ -310,7 +308,7 @@ def draw_split(config, index, share, seen, progress):
         rng = np.random.default_rng([config.seed, index, s])
         places, fresh_rate = np.flatnonzero(steps == s), 1.0
         while len(places):
-            # Few of the examples drawn are new when a length nears its end; a block bounds the memory.
+            # Few of those drawn are new when a length nears its end; a block bounds the memory.
             count = min(math.ceil(len(places) / fresh_rate), max(1, 2**20 // longest))
             rows, answers = draw_examples(config, rng, count, s)
             rows = rows.astype(tokens.dtype)
@@ -356,8 +354,7 @@ def make_s5(task, config):
         folders.publish(work, out, meta)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# Variable assignment and pathfinding, made from a seed
+# ---- Variable assignment and pathfinding, made from a seed ----
 
 LETTERS = 'abcdefghijklmnopqrstuvwxyz'
 PEOPLE = 'Ann Ben Cal Dan Eva Fay Gus Hal Ida Jon Kim Leo Mia Ned Ora Pat Quin Ron Sue Tom Una Val Wes Xena Yan Zoe'.split()
@@ -372,7 +369,7 @@ ASSIGNMENTS = {  # form: a variable of a known number, one that has another's, a
 class DrawnConfig(TextTaskConfig):
     """The settings of a task made from a seed. A subclass has its own `depth`, and draw(rng, depth) -> (prompt, answer)."""
 
-    test_depth: str = key('', 'the same in test, which may be more; empty: as in training')
+    test_depth: str = key('', 'the same for test, where it may be more; empty: as in training')
     seed: int = key(0, 'of all draws', bounds=(0, math.inf))
     n_train: int = key(100_000, 'examples of train', bounds=(1, 10**7))
     n_val: int = key(2_000, 'examples of val', bounds=(1, 10**7))
@@ -393,7 +390,7 @@ class DrawnConfig(TextTaskConfig):
 @dataclass
 class AssignmentConfig(DrawnConfig):
     depth: str = key('1-4', 'aliases between the variable asked for and its number, in train and val: a number or a range')
-    variables: int = key(8, 'in every example; those outside the chain are distractors, up to 26')
+    variables: int = key(8, 'in every example, up to 26; those outside the chain are distractors')
     values: str = key('0-99', 'the numbers that variables are given, a range')
     form: str = key('plain', 'how it is written: assignments, a word problem, or a Python program', ASSIGNMENTS)
 
@@ -406,8 +403,8 @@ class AssignmentConfig(DrawnConfig):
         number_range('values', self.values, 0, 10**8, 'numbers are 0 to 10^8')
 
     def draw(self, rng, depth):
-        """Every statement gives a variable a number or an earlier variable; the last one of the chain is asked for.
-        Distractors may be aliases of the chain's variables."""
+        """Every statement gives a variable a number or an earlier variable; the last one of the
+        chain is asked for. Distractors may be aliases of the chain's variables."""
         number, other, question = ASSIGNMENTS[self.form]
         names = rng.sample(PEOPLE if self.form == 'words' else LETTERS, self.variables)
         chain = sorted(rng.sample(range(self.variables), depth + 1))
@@ -464,7 +461,7 @@ def draw_task(config):
     examples, seen = {'train': [], 'val': [], 'test': []}, set()
     total = config.n_train + config.n_val + config.n_test
     with tqdm(total=total, desc='drawing', unit=' examples', disable=None) as progress:
-        for split in ('test', 'val', 'train'):  # test and val first: they stay the same for any n_train
+        for split in ('test', 'val', 'train'):  # n_train changes neither test nor val
             depths, rng, wanted = config.depths(split), random.Random(f'{config.seed} {split}'), getattr(config, f'n_{split}')
             for i in range(wanted):
                 depth = depths[i % len(depths)]
@@ -479,11 +476,10 @@ def draw_task(config):
     return examples
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# The table of datasets
+# ---- The table of datasets ----
 
 SEEDED, QUESTIONS = 'any number of examples, no network', 'network, or local files'
-DATASETS = {  # name: its settings, what makes it of the name and the settings, and its line in the list
+DATASETS = {  # name: its settings, the function that makes it from the name and the settings, its line in the list
     'text': (TextConfig, make_text, 'your text files, or the Python standard library: 12 MB, no network'),
     'fineweb_edu': (FineWebEduConfig, make_fineweb_edu, 'web pages: 20 or 200 GB, network; or parquet, jsonl, txt files'),
     's5': (S5Config, make_s5, f'permutations to compose and values to look up: {SEEDED}'),

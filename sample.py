@@ -4,9 +4,7 @@ Every token costs one forward of one position: the state holds the keys and valu
 sequence. A prompt is read token by token (--prefill=exact) or in parallel, by fixed-point passes (--prefill=jacobi). A model of
 texts continues the prompt, or answers the question in it; one with a chat template answers it as a message; one of an aligned
 task answers at every token of the prompt that asks. --ckpt=hf:FOLDER takes a pretrained folder, --export=FOLDER makes one.
-
-Prompts are UTF-8 in any locale, from an argument, a file or the standard input. A line ends with `\\n` or `\\r\\n`, read as
-`\\n`; a byte-order mark at the start is left out (support/texts.py).
+Prompts are UTF-8 in any locale, from an argument, a file or the standard input (support/texts.py).
 """
 
 import codecs
@@ -25,7 +23,7 @@ from tqdm import tqdm
 from configurator import ConfigError, key, parse, reporting
 from schedule import SEQUENTIAL, Schedule
 from support.chat import chat_tokens
-from support.loading import computing, find_checkpoint, load
+from support.loading import DTYPES, computing, find_checkpoint, load
 from support.pretrained import export
 from support.processes import check_compiler, use_device
 from support.prompts import encode_prompts, find_questions, is_aligned, print_answers, prompt_recurs
@@ -38,10 +36,10 @@ SHORT = 16  # tokens; reading so few one by one takes no more passes than sweeps
 @dataclass
 class SampleConfig:
     ckpt: str = key('', 'checkpoint, or the folder of a ckpt.pt, or hf:FOLDER (pretrained); empty takes the newest under out/')
-    prompt: str = key('', 'text to continue; for a model with a chat template, the message to answer')
+    prompt: str = key('', 'text to continue; with a chat template, the message to answer')
     chat: bool = key(True, 'a model with a chat template answers messages; False continues texts with it')
     prompt_file: str = key('', 'read the prompt from this file; - is the standard input')
-    prompt_lines: bool = key(False, 'prompt_file holds one prompt per line; all are continued together')
+    prompt_lines: bool = key(False, 'prompt_file holds one prompt per line; all are continued at once')
     num_samples: int = key(1, 'continuations of each prompt; they share its prefill', bounds=(1, 10**6))
     max_tokens: int = key(256, 'tokens to add at most; the context or the document may end earlier', bounds=(1, math.inf))
     temperature: float = key(0.8, 'below 1 favours likely tokens; 0 always takes the likeliest', bounds=(0, math.inf))
@@ -52,9 +50,7 @@ class SampleConfig:
     seed: int = key(1337, 'sample i is drawn with seed + i, whatever is decoded beside it', bounds=(0, 2**62 - 1))
     prefill: str = key('jacobi', 'prompts by parallel passes unless they are short, or token by token', ('jacobi', 'exact'))
     prefill_chunk: int = key(256, 'jacobi: tokens solved together; longer prompts go chunk by chunk', bounds=(1, math.inf))
-    jacobi_tol: float = key(
-        1e-4, 'jacobi: passes end when the span changes by a smaller share, or by rounding; 0 is exact', bounds=(0, math.inf)
-    )
+    jacobi_tol: float = key(1e-4, 'jacobi: ends at a smaller relative change, or at rounding; 0 is exact', bounds=(0, math.inf))
     overflow: str = key('stop', 'at the end of the context stop, or continue from its second half', ('stop', 'slide'))
     interactive: bool = key(False, 'read a line, continue it, read the next; the state stays between turns')
     compile: bool = key(False, 'compile the forward of a token (on CUDA with CUDA graphs); pays off over many tokens')
@@ -62,7 +58,7 @@ class SampleConfig:
     export: str = key('', 'decode nothing; write the model to this folder: for transformers if it has such a model, else ours')
     drop_recurrence: bool = key(False, 'export: leave out what the recurrence added')
     overwrite: bool = key(False, 'export: replace an earlier export')
-    dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', ('auto', 'float32', 'bfloat16', 'float64'))
+    dtype: str = key('auto', 'of the computation; auto is bfloat16 on CUDA', DTYPES)
     device: str = key('auto', 'cpu, cuda or mps; auto takes a GPU where there is one')
     threads: int = key(0, 'CPU threads; 0 leaves the default', bounds=(0, 1024))
 
@@ -127,10 +123,8 @@ def prefill(model, state, tokens, config, recurs=True):
 
 
 class Decoder:
-    """Sequences that are decoded together: their tokens, and the state after those that have been read.
-
-    The state is made once and never grows. Prompts may differ in length; each row is what it would be alone.
-    """
+    """Sequences that are decoded together: their tokens, and the state after those that have been read. The state is made once
+    and never grows. Prompts may differ in length; each row is what it would be alone."""
 
     def __init__(self, model, config):
         self.model, self.config, self.size = model, config, model.config.block_size
@@ -138,11 +132,9 @@ class Decoder:
         self.rows = []  # of each sequence, pairs of a token and whether it reads the memory
 
     def read(self, new, recurs=True):
-        """Reads `new`, a list of ids for each row (of equal length after the first call); leaves logits (rows, vocab_size).
-        recurs: whether these tokens read the memory.
-
-        A row that does not fit the context continues from its last half, which is read again into a fresh state.
-        """
+        """Reads `new`, a list of ids for each row (of equal length after the first call); leaves
+        logits (rows, vocab_size). recurs: whether these tokens read the memory. A row that does not
+        fit the context continues from its last half, which is read again into a fresh state."""
         self.rows, self.ended = self.rows or [[] for _ in new], self.ended or [False] * len(new)
         for row, more, ended in zip(self.rows, new, self.ended, strict=True):
             row += [] if ended else [(token, recurs) for token in more]  # an ended row is decoded too, without effect
@@ -198,7 +190,7 @@ def generate(decoder, config, push, generators=None):
 
 class Text:
     """The text of one row as its tokens arrive: whole characters, and nothing that may yet turn out to be a stop text. With
-    `echo` it is printed as it becomes certain, except what `close` returns."""
+    `echo` it is printed as it becomes certain, except for what `close` returns."""
 
     def __init__(self, meta, stops, echo=False):
         self.meta, self.stops, self.echo = meta, [stop for stop in stops if stop], echo
@@ -255,9 +247,8 @@ def complete(model, meta, prompts, config, stops=(), recurs=True, done=lambda te
 
 
 def chat_loop(model, meta, config):
-    """Reads a line, continues it or, with a chat template, answers it; reads the next. Only what is new is read into the state,
-    unless the template renders the longer conversation in another way: then all of it, into a fresh one. Ends with the input.
-    """
+    """Reads a line, continues it or, with a chat template, answers it; then the next, until the input ends. Only what is new is
+    read into the state, unless the template changes what it rendered before: then all of it, into a fresh state."""
     if sys.stdin is None:
         raise ConfigError('interactive=True reads the standard input, which is closed.')
     decoder, messages, unread = Decoder(model, config), [], [meta['document_token']]

@@ -5,8 +5,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 steps=${STEPS:-600}
-out=out/ablation
-mkdir -p "$out" results/ablation
+flags="--threads=1 --eval_interval=$steps --eval_batches=1 --eval_exact_batches=0 --init_from=auto"
 python prepare_data.py text --out=data/stdlib
 
 lrt="config/text_lrt.py"
@@ -31,20 +30,12 @@ cells=(
     "t2mlr-full config/text_t2mlr.py --l_start=0 --l_end=5"
 )
 
-run_cell() { # "NAME CONFIG FLAGS..." SEED
-    read -r -a words <<< "$1"
-    local name=${words[0]}-$2
-    [ -f "results/ablation/$name.json" ] && return
-    echo "$(date +%H:%M:%S) $name"
-    [[ $1 == *--max_steps=* ]] || words+=("--max_steps=$steps")
-    python train.py "${words[1]}" --threads=1 --eval_interval="$steps" --eval_batches=1 --eval_exact_batches=0 \
-        --init_from=auto --seed="$2" --out_dir="$out/$name" "${words[@]:2}" > "$out/$name.txt" 2>&1 &&
-        python eval.py --threads=1 --ckpt="$out/$name" --max_batches=16 >> "$out/$name.txt" 2>&1 &&
-        cp "$out/$name/eval-stdlib-val.json" "results/ablation/$name.json" || { echo "failed: see $out/$name.txt"; return 1; }
-}
-export -f run_cell
-export steps out
-for seed in 1 2; do printf '%s\n' "${cells[@]}" | sed "s/\$/\t$seed/"; done |
-    tr '\n' '\0' | xargs -0 -P 2 -I{} bash -c 'IFS=$'"'\t'"' read -r cell seed <<< "$1"; run_cell "$cell" "$seed"' _ {}
+export EVAL_FLAGS=--max_batches=16
+for seed in 1 2; do
+    for cell in "${cells[@]}"; do
+        [[ $cell == *--max_steps=* ]] || cell+=" --max_steps=$steps"
+        echo "results/ablation/${cell/ /-$seed.json stdlib-val } $flags --seed=$seed"
+    done
+done | run_cells
 
 python eval.py --study=results/ablation --figure=results/ablation.png

@@ -5,25 +5,17 @@
 # continues with the others. Ends with a table and a figure for each task.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-export out=out/reasoning seed=${SEED:-1337} steps=${STEPS:-2000}
-mkdir -p "$out" results/reasoning_variables results/reasoning_paths
+seed=${SEED:-1337}
 python prepare_data.py variable_assignment --depth=0-3 --test_depth=0-5 --variables=8 --values=0-9 --recur_on_prompt=True \
     --out=data/reasoning_variables
 python prepare_data.py pathfinding --depth=2-4 --test_depth=2-6 --recur_on_prompt=True --out=data/reasoning_paths
 
-run_cell() { # "TASK MODEL"
-    read -r task model <<< "$1"
-    local folder="$out/$task-$model-$seed" result="results/reasoning_$task/$model-$seed.json"
-    [ -f "$result" ] && return
-    echo "$(date +%H:%M:%S) $task $model"
-    python train.py "config/reasoning_$model.py" --data_dir="data/reasoning_$task" --init_from=auto --seed="$seed" \
-        --max_steps="$steps" --out_dir="$folder" > "$folder.txt" 2>&1 &&
-        python eval.py --ckpt="$folder" --threads=1 >> "$folder.txt" 2>&1 &&
-        cp "$folder/eval-reasoning_$task-test.json" "$result" || { echo "failed: see $folder.txt"; return 1; }
-}
-export -f run_cell
-printf '%s\0' "variables t2mlr" "paths t2mlr" "variables transformer" "paths transformer" |
-    xargs -0 -P 2 -I{} bash -c 'run_cell "$1"' _ {}
+for model in t2mlr transformer; do
+    for task in reasoning_variables reasoning_paths; do
+        echo "results/$task/$model-$seed.json $task-test config/reasoning_$model.py --data_dir=data/$task --init_from=auto" \
+            "--seed=$seed --max_steps=${STEPS:-2000}"
+    done
+done | run_cells
 
 python - <<'END'
 import json, re

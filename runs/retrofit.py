@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from bench import take_step
-from configurator import ConfigError, fail, parse, reporting
+from configurator import ConfigError, explaining, fail, parse, reporting
 from model import build
 from support.accounting import count_flops
 from support.data import Dataset
@@ -63,8 +63,7 @@ def make_model(out):
 
 
 def step_cost(argv):
-    """Prints, as JSON, the median seconds of a step of a config, its peak memory and its FLOPs as a multiple of the plain
-    transformer's. One step warms up."""
+    """Prints, as JSON, the median seconds of a step, its peak memory, and its FLOPs (1: the plain model's)."""
     config = parse(TrainConfig, argv, 'python -m runs.retrofit step config/NAME.py [--key=value ...]')
     take_pretrained_settings(config)
     data, device = Dataset(config.data_dir), use_device(config)
@@ -80,12 +79,11 @@ def step_cost(argv):
         rows = data.rows('train', config.seed, next(numbers), config.batch_size, T)
         take_step(model, optimizers, config, *data.batch('train', rows, T, device))
 
-    costs = measure({'seconds': step}, STEPS, device, warm_up=1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak = torch.cuda.max_memory_allocated() if device.startswith('cuda') else peak
-    flops = count_flops(model, config, T)
-    costs |= {'bytes': peak, 'floor': flops['step'] / flops['plain_step'], 'shape': [config.batch_size, T]}
-    print(json.dumps(costs))
+    costs, flops = measure({'seconds': step}, STEPS, device, warm_up=1), count_flops(model, config, T)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if device.startswith('cuda') else resident
+    ratio = flops['step'] / flops['plain_step']
+    print(json.dumps(costs | {'bytes': peak, 'floor': ratio, 'shape': [config.batch_size, T]}))
 
 
 def cost(argv):
@@ -106,10 +104,8 @@ def table(folder):
 
     def read(name):
         path = Path(folder, f'{name}.json')
-        try:
+        with explaining(f'{path} cannot be read', 'delete it and measure again'):
             return json.loads(path.read_text(encoding='utf-8')) if path.exists() else None
-        except ValueError as e:
-            raise ConfigError(f'{path} cannot be read ({e}); delete it and measure again.') from None
 
     rows = []
     for task in ('variables', 'gsm8k'):
@@ -135,11 +131,10 @@ def table(folder):
 
 def main(argv):
     commands = {'model': make_model, 'step': step_cost, 'cost': cost, 'table': table}
-    if not argv or argv[0] not in commands:
-        if argv in ([], ['--help'], ['-h']):
-            with reporting():
-                print(__doc__)
-            return
+    if argv in ([], ['--help'], ['-h']):
+        with reporting():
+            return print(__doc__)
+    if argv[0] not in commands:
         raise fail(f'{argv[0]} is no command; {nearest(argv[0], commands)}')
     name, *rest = argv
     if name in ('model', 'table') and len(rest) != 1:

@@ -8,9 +8,7 @@ set -euo pipefail
 REQUIREMENTS=requirements-retrofit.txt
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 export OMP_NUM_THREADS=1
-model=data/SmolLM2-135M-Instruct out=out/retrofit results=results/retrofit
-problems=${PROBLEMS:-100}
-mkdir -p "$out" "$results"
+model=data/SmolLM2-135M-Instruct results=results/retrofit problems=${PROBLEMS:-100}
 
 python -m runs.retrofit model "$model"
 tokens="--tokenizer=$model/tokenizer.json"
@@ -18,19 +16,16 @@ python prepare_data.py variable_assignment --depth=1-3 --test_depth=1-5 --variab
     --n_val=200 --n_test=500 "$tokens" --out=data/variables_smollm2
 python prepare_data.py gsm8k ${SOURCE:+"--source=$SOURCE"} --longest=192 --drop_longer=True "$tokens" --out=data/gsm8k_smollm2
 
-run_cell() { # TASK t2mlr|control STEPS BATCH BLOCK PROBLEMS
-    local name=$1-$2 config=config/retrofit_smollm2_135m_$1
+part() { # TASK t2mlr|control STEPS BATCH BLOCK PROBLEMS
+    local config=config/retrofit_smollm2_135m_$1
     [ "$2" = t2mlr ] || config+=_control
-    [ -f "$results/$name.json" ] && return
-    echo "$(date +%H:%M:%S) $name, $3 steps of $4"
-    python train.py "$config.py" --threads=1 --block_size="$5" --max_steps="$3" --warmup_steps=$(($3 < 20 ? $3 : 20)) \
-        --batch_size="$4" --eval_interval=50 --eval_batches=1 --eval_exact_batches=0 --out_dir="$out/$name" > "$out/$name.txt" 2>&1 &&
-        python eval.py --threads=1 --ckpt="$out/$name" --batch_size="$6" --max_batches=1 >> "$out/$name.txt" 2>&1 &&
-        cp "$out/$name/eval-$1_smollm2-test.json" "$results/$name.json" || { echo "failed: see $out/$name.txt"; return 1; }
+    EVAL_FLAGS="--batch_size=$6 --max_batches=1" run_cell "$results/$1-$2.json" "$1_smollm2-test" "$config.py" --threads=1 \
+        --block_size="$5" --max_steps="$3" --warmup_steps=$(($3 < 20 ? $3 : 20)) --batch_size="$4" --eval_interval=50 \
+        --eval_batches=1 --eval_exact_batches=0
 }
 side() { # t2mlr|control
-    run_cell variables "$1" "${VARIABLES_STEPS:-200}" 8 96 "$((problems * 5))" &&
-        run_cell gsm8k "$1" "${GSM8K_STEPS:-100}" 4 192 "$problems"
+    part variables "$1" "${VARIABLES_STEPS:-200}" 8 96 "$((problems * 5))" &&
+        part gsm8k "$1" "${GSM8K_STEPS:-100}" 4 192 "$problems"
 }
 side control &
 control=$!
@@ -41,6 +36,7 @@ trap - EXIT
 
 if [ ! -f "$results/cost.json" ]; then
     echo "$(date +%H:%M:%S) cost of a step"
-    python -m runs.retrofit cost --threads=1 --batch_size=4 --block_size=192 > "$out/cost.json" && mv "$out/cost.json" "$results/cost.json"
+    cost=$(python -m runs.retrofit cost --threads=1 --batch_size=4 --block_size=192)
+    echo "$cost" > "$results/cost.json"
 fi
 python -m runs.retrofit table "$results"

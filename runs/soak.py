@@ -1,7 +1,7 @@
 """Whether a long run leaks: `python -m runs.soak [--steps=N]` trains a tiny model, and samples from each of its checkpoints.
 
-Training, evaluation, checkpoints and samples share one process, so whatever one of them leaks adds up. Prints the resident
-memory on the way; exit code 1 when it grew after the warm-up.
+Training, evaluation, checkpoints and samples share one process, so whatever one of them leaks adds
+up. Prints the resident memory on the way; exit code 1 when it grew after the warm-up.
 """
 
 import contextlib
@@ -29,8 +29,6 @@ SLACK = 8.0  # MiB that the allocator and a first use of rare code may add
 
 @dataclass
 class SoakConfig:
-    """The settings of `python -m runs.soak`."""
-
     steps: int = key(5000, 'steps of training', bounds=(200, 10**9))
     interval: int = key(50, 'steps between evaluations, each with a checkpoint and samples of it')
     data_dir: str = key('data/stdlib', 'a text dataset made by prepare_data.py')

@@ -5,11 +5,9 @@ from fractions import Fraction
 
 
 def extract_answer(task, text):
-    """The final answer (str) in the text of a response, or None.
-
-    The first `####` decides: the answer is what follows on its line, without marks and further sentences (`bare_answer`). What
-    has no letter and no digit is no answer. math500: without a `####`, the content of the last \\boxed{}.
-    """
+    """The final answer (str) in the text of a response, or None. The first `####` decides: the answer is what follows on its
+    line, without marks and further sentences (`bare_answer`). What has no letter and no digit is no answer. math500: without a
+    `####`, the content of the last \\boxed{}."""
     marked = re.search(r'####([^\n]*)', text)
     boxed = unboxed(text) if task == 'math500' and '\\boxed' in text else ''
     answer = bare_answer(task, marked[1] if marked else boxed)
@@ -29,7 +27,7 @@ def ends_answer(text):
 
 
 def same_answer(task, a, b):
-    """Whether two final answers (str; None is no answer, which nothing equals) mean the same in a task.
+    """Whether two final answers (str, or None, which nothing equals) mean the same in a task.
 
     Both are taken bare (`bare_answer`). Numbers by value: currency, thousands commas, trailing zeros, fractions and a unit may
     be written or left out, but two different units differ; other words beside a number make it another answer. math500: also
@@ -39,15 +37,8 @@ def same_answer(task, a, b):
     if a is None or b is None:
         return False
     a, b = bare_answer(task, a), bare_answer(task, b)
-    if task == 'pathfinding':
-        a, b = (re.split(r'(?:\s|,|->|>|→)+', path.strip().rstrip('.')) for path in (a, b))
-        return a == b
-    if task == 'prosqa':
-        a, b = (' '.join(text.lower().split()).rstrip('. ') for text in (a, b))
-        return a == b
-    if task == 'hotpotqa':
-        a, b = (re.sub(r'[^\w\s]', '', text.lower()).split() for text in (a, b))
-        return [w for w in a if w not in ('a', 'an', 'the')] == [w for w in b if w not in ('a', 'an', 'the')]
+    if task in COMPARED:
+        return COMPARED[task](a) == COMPARED[task](b)
     if task == 'math500':
         a, b = plain_latex(a), plain_latex(b)
         if same_quantity(a, b):
@@ -57,6 +48,11 @@ def same_answer(task, a, b):
     return same_quantity(a, b) or ' '.join(a.split()) == ' '.join(b.split())
 
 
+COMPARED = {  # what is compared of an answer that is no quantity
+    'pathfinding': lambda text: re.split(r'(?:\s|,|->|>|→)+', text.strip().rstrip('.')),
+    'prosqa': lambda text: ' '.join(text.lower().split()).rstrip('. '),
+    'hotpotqa': lambda text: [w for w in re.sub(r'[^\w\s]', '', text.lower()).split() if w not in ('a', 'an', 'the')],
+}
 CURRENCIES = {'$': 'dollar', '€': 'euro', '£': 'pound', '¥': 'yen'}
 SCALES = {'k': 10**3, 'dozen': 12, 'hundred': 100, 'thousand': 10**3, 'million': 10**6, 'billion': 10**9}
 

@@ -15,18 +15,15 @@ BREAK = '\ud800'  # half of a surrogate pair, which no text holds
 def special_tokens(tokenizer_json):
     """({text: id} of the special tokens of a tokenizer.json, pattern that finds them with the spaces that belong to them)."""
     special = [t for t in json.loads(tokenizer_json).get('added_tokens', []) if t['special']]
-    special.sort(key=lambda t: -len(t['content']))  # the longest counts where several begin
+    special.sort(key=lambda t: -len(t['content']))  # where several match, the longest counts
     parts = (r'\s*' * t.get('lstrip', 0) + re.escape(t['content']) + r'\s*' * t.get('rstrip', 0) for t in special)
     return {t['content']: t['id'] for t in special}, re.compile('|'.join(parts) or '(?!)')
 
 
 def chat_meta(name, tokenizer_json, date=CHAT_DATE):
     """What meta.json keeps of the chat template beside the tokenizer.json that `name` names, {} where there is none.
-
-    'chat_template'; 'template_tokens'; 'chat_date', where it is not CHAT_DATE; 'stop_token', the id that ends a turn of the
-    assistant: the special token that the template puts there, or else eos_token. Raises ConfigError for files that cannot be
-    used.
-    """
+    'chat_template'; 'template_tokens'; 'chat_date' unless it is CHAT_DATE; 'stop_token', the id that ends a turn of the
+    assistant: the special token that the template puts there, or else eos_token. ConfigError for files that cannot be used."""
     if not (meta := read_template(name)):
         return {}
     if date != CHAT_DATE:
@@ -36,13 +33,8 @@ def chat_meta(name, tokenizer_json, date=CHAT_DATE):
     end = pattern.search(render(meta, turns, False).rpartition('word1')[2])
     end = end[0].strip() if end else meta['template_tokens'].get('eos_token')
     if end not in ids:
-        why = f'the chat template of {name} ends no turn, and eos_token={end} is no token'
-        raise ConfigError(f'{why}; take --chat=False.')
+        raise ConfigError(f'the chat template of {name} ends no turn, and eos_token={end} is no token; take --chat=False.')
     return meta | {'stop_token': ids[end]}
-
-
-def with_breaks(match):
-    return BREAK.join([*match[0], ''])
 
 
 def chat_tokens(meta, messages):
@@ -54,7 +46,7 @@ def chat_tokens(meta, messages):
     Raises ConfigError for a conversation that the template refuses.
     """
     ids, pattern = special_tokens(meta['tokenizer_json'])
-    harmless = [m | {'content': pattern.sub(with_breaks, m['content'])} for m in messages]
+    harmless = [m | {'content': pattern.sub(lambda found: BREAK.join([*found[0], '']), m['content'])} for m in messages]
     text, tokens, start = render(meta, harmless), [], 0
     for match in pattern.finditer(text):
         tokens += [*encode(meta, text[start : match.start()].replace(BREAK, '')), ids[match[0].strip()]]

@@ -1,4 +1,4 @@
-"""A corpus too large for memory, tokenised by several processes into shards; it can be interrupted."""
+"""A corpus too large for memory, tokenised into shards by processes that may be interrupted."""
 
 import contextlib
 import hashlib
@@ -33,11 +33,11 @@ VAL_OF_SINGLE_TEXT = 0.05  # the default of val_fraction is for web pages, and f
 class FineWebEduConfig:
     subset: str = key('10BT', "the hub's sample of 10 or 100 billion tokens", ('10BT', '100BT'))
     source: str = key('', 'parquet, jsonl, json or txt files, folders or patterns joined by commas, instead of the hub')
-    text_key: str = key('text', 'the field of a row, or column of a parquet file, that holds the text')
+    text_key: str = key('text', 'the field of a row, or parquet column, that holds the text')
     tokenizer: str = key('gpt2', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     workers: int = key(0, 'processes that tokenise; 0: one per core', bounds=(0, 1024))
     shard_tokens: int = key(100_000_000, 'tokens of a shard; the last has the rest', bounds=(1000, 2**33))
-    limit_tokens: int = key(0, 'take documents as long as they fit into so many tokens; 0: all', bounds=(0, 2**62))
+    limit_tokens: int = key(0, 'take documents while they fit into so many tokens; 0: all', bounds=(0, 2**62))
     val_fraction: float = key(
         0.001, 'share of the documents that goes to val; a single txt file is cut, at 5% by default', bounds=VAL_BOUNDS
     )
@@ -53,17 +53,16 @@ class FineWebEduConfig:
 def make_fineweb_edu(_, config):
     """Shards of a corpus, train-00000.bin and val-00000.bin and so on, in the order of the source; documents may cross shards.
 
-    Until all is done, unfinished.json records what is safely written and the position in the source after it. The same command
-    continues from there: with any number of workers and restarts it writes the same bytes. Memory: some MB per process, and
-    the largest document.
+    Until all is done, unfinished.json records what is safely written and the position in the source after it; the same command
+    continues there. Workers and restarts do not change the bytes. Memory: some MB per process, and the largest document.
 
-    Documents without a text, or that the tokenizer does not give back, are kept out and named at the end; of a txt file in
-    several pieces the piece, and what follows it is another document. More than max_lost of them end the work.
+    Documents without a text, or that the tokenizer does not give back, are kept out and named at the end. Of a txt file in
+    several pieces only the piece is, and what follows it is another document. More than max_lost of them end the work.
     """
     # 1. What is asked for, and how much of it is there.
     meta = tokenizer_meta(config.tokenizer)
-    names = source_names(config.source, f'HuggingFaceFW/fineweb-edu sample-{config.subset}')
-    wanted = {'kind': 'text', 'source': names, 'settings': settings_of(config, 'workers', 'max_lost')} | meta
+    source = source_names(config.source, f'HuggingFaceFW/fineweb-edu sample-{config.subset}')
+    wanted = {'kind': 'text', 'source': source, 'settings': settings_of(config, 'workers', 'max_lost')} | meta
     path = os.path.join(config.out, 'unfinished.json')
     if not (state := resume(config, path, wanted)):
         return
@@ -78,7 +77,7 @@ def make_fineweb_edu(_, config):
         print(f'{config.out} holds {total:,} tokens of this already; continuing from there.')
     else:
         clear(config.out)
-    work = UnfinishedCorpus(config, path, state, meta)
+    work = UnfinishedCorpus(config, path, state, meta, total)
 
     # 3. Tokenise batch after batch.
     workers, limit = config.workers or os.cpu_count() or 1, config.limit_tokens or math.inf
@@ -107,8 +106,8 @@ def make_fineweb_edu(_, config):
 
 
 def resume(config, path, wanted):
-    """What unfinished.json at `path` records, or an empty record where it is missing; None where the dataset is finished.
-    ConfigError unless the work can be continued."""
+    """What unfinished.json at `path` records, or an empty record where it is missing; None where
+    the dataset is finished. ConfigError unless the work can be continued."""
     identity = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
     if os.path.exists(path) and os.path.exists(os.path.join(config.out, 'meta.json')):  # killed at its very last step
         os.remove(path)
@@ -124,12 +123,12 @@ def resume(config, path, wanted):
             raise ConfigError(f'out={config.out} holds unfinished work with other settings; name another, or --overwrite=True.')
         if config.source and state['files'] != list_corpus(config):
             raise ConfigError(f'source={config.source} has changed since this work began; --overwrite=True starts over.')
-    return nothing_lost | state  # which an older record does not say
+    return nothing_lost | state  # an older record does not say what was lost
 
 
 def check_space(config, files, itemsize, written):
     """ConfigError unless the disk has room for all tokens of a corpus, `written` bytes of which it holds already."""
-    if config.source:  # 3 bytes of text per token and 3 of text per packed byte: more tokens than there will be
+    if config.source:  # at 3 bytes of text per token, and 3 per packed byte: more tokens than there will be
         text = sum(size * (3 if path.endswith(('.parquet', *PACKED)) else 1) for path, size in files)
         tokens = text if config.tokenizer == 'bytes' else text / 3
     else:
@@ -143,8 +142,8 @@ def check_space(config, files, itemsize, written):
 
 
 def batches(files, position, config):
-    """Yields (position after it, share of the corpus read, [(number of the file, Entry)]) of each batch after `position`,
-    which is [number of the file, entries of it read]."""
+    """Yields (position after it, share of the corpus read, [(number of the file, Entry)]) of each
+    batch after `position`, which is [number of the file, entries of it read]."""
     (begin, skip), entries, filled = position, [], 0
     before, total = sum(size for _, size in files[:begin]), sum(size for _, size in files)
     single = len(files) == 1 and '.txt' in ending(files[0][0])
@@ -172,16 +171,14 @@ def start_worker(meta, val_fraction):
 
 
 def tokenise(entries):
-    """[(number of the file, Entry without its content, tokens, split, why it is kept out, if it is)] of a batch
-    without its blank entries."""
+    """[(number of the file, Entry without content, tokens, split, why it is kept out)] of what is not blank."""
     pieces, below = [], WORKER['val_fraction'] * 2**64
     for file, entry in entries:
         if not entry.content and not entry.why:
             continue
         split = 'val' if int.from_bytes(entry.digest[:8], 'big') < below else 'train'
-        why = entry.why
         try:
-            tokens = encode_document(WORKER['meta'], entry.content, entry.opens)
+            tokens, why = encode_document(WORKER['meta'], entry.content, entry.opens), entry.why
         except LossyError:
             tokens, why = (), LOSSY
         pieces.append((file, entry._replace(content=b''), tokens, split, why))
@@ -208,7 +205,7 @@ def tokenise_all(work, workers, *shared):
 
 class Shards:
     """The files of one split, NAME-00000.bin and so on, of `size` tokens each; `entries` [{'tokens', 'sha256'}] says what they
-    hold, also after append(). What an interrupted run has written beyond is cut off; ConfigError where they are damaged."""
+    hold, also after append(). What an interrupted run wrote beyond that is cut off; ConfigError where they are damaged."""
 
     def __init__(self, folder, name, size, dtype, entries):
         self.folder, self.name, self.size, self.entries, self.digest = Path(folder), name, size, entries, None
@@ -226,7 +223,7 @@ class Shards:
         return self.folder / f'{self.name}-{i:05}.bin'
 
     def append(self, tokens):
-        """`tokens` are on the disk, and among the entries, from now on."""
+        """Writes `tokens` to the disk, and describes them in the entries."""
         while len(tokens):
             if not self.entries or self.entries[-1]['tokens'] == self.size:
                 self.entries.append({'tokens': 0})
@@ -241,22 +238,20 @@ class Shards:
 
 
 class UnfinishedCorpus:
-    """The shards of a corpus so far, and the record of them in unfinished.json at `path`. `total` counts the tokens added,
-    `written` those of them that the record knows."""
+    """The shards of a corpus so far, and the record of them in unfinished.json at `path`. `total`
+    counts the tokens added, `written` those among them that the record knows."""
 
-    def __init__(self, config, path, state, meta):
+    def __init__(self, config, path, state, meta, total):
         self.folder, self.path, self.state, self.dtype = config.out, path, state, np.dtype(meta['dtype'])
         self.document_token = np.array([meta['document_token']], self.dtype)
         self.kept_out = KeptOut(state['kept_out'])
-        self.shards, self.unwritten = {}, {}
-        for name, entries in state['shards'].items():
-            self.shards[name] = Shards(config.out, name, config.shard_tokens, self.dtype, entries)
-            self.unwritten[name] = []
-        self.total = self.written = sum(shard['tokens'] for entries in state['shards'].values() for shard in entries)
+        shards = state['shards'].items()
+        self.shards = {name: Shards(config.out, name, config.shard_tokens, self.dtype, entries) for name, entries in shards}
+        self.unwritten, self.total, self.written = {name: [] for name in self.shards}, total, total
 
     @property
     def documents(self):
-        """How many documents were read, those that were lost among them."""
+        """How many documents were read, including those that were lost."""
         return sum(self.state['documents'].values()) + self.kept_out.lost
 
     def add(self, pieces, limit):
@@ -277,7 +272,7 @@ class UnfinishedCorpus:
         return True
 
     def write(self, position):
-        """Writes what was added, then the record of it with the `position` in the source after it."""
+        """Writes what was added, then the record of it, and of the `position` after it."""
         for name, parts in self.unwritten.items():
             self.shards[name].append(np.concatenate([np.empty(0, self.dtype), *parts]))
             parts.clear()
@@ -286,7 +281,7 @@ class UnfinishedCorpus:
         self.written = self.total
 
     def splits(self):
-        """The entries of the splits in meta.json; ConfigError, and nothing is left, where one is empty."""
+        """The entries of the splits in meta.json. Where one is empty, nothing is left of the dataset: ConfigError."""
         splits = {}
         for name, entries in self.state['shards'].items():
             if not entries:

@@ -1,9 +1,7 @@
 """Datasets as training reads them: token streams and tasks, batches that depend on (seed, step, sample) alone."""
 
-import contextlib
 import json
 import os
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,23 +13,14 @@ from support.processes import warn
 from support.tokens import token_dtype
 
 DOCUMENT = -2  # reset_token=document until the data are known
-
-
-@contextlib.contextmanager
-def refuse_damage(path):
-    """Around the reading of a file of a dataset: what may fail there is a ConfigError that names it."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile) as e:
-        raise ConfigError(f'{path} cannot be read ({e}); make the dataset again with prepare_data.py.') from None
+REMEDY = 'make the dataset again with prepare_data.py'
 
 
 class Stream:
     """Token files, memory-mapped, read as one array. A slice within one file is a view."""
 
     def __init__(self, parts):
-        self.parts = parts
-        self.ends = np.cumsum([len(part) for part in parts])
+        self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
 
     def __len__(self):
         return int(self.ends[-1])
@@ -46,17 +35,16 @@ class Stream:
 
 
 class Dataset:
-    """A folder made by prepare_data.py. Batches are a pure function of (split, seed, step, sample)."""
+    """A folder of prepare_data.py. Batches are a pure function of (split, seed, step, sample)."""
 
     def __init__(self, folder):
         """Raises ConfigError when the folder holds no dataset."""
         self.folder = folder
         path = os.path.join(folder, 'meta.json')
         if not os.path.exists(path):
-            raise ConfigError(
-                f'data_dir={folder} holds no dataset; make one with prepare_data.py (without arguments it lists them).'
-            )
-        with explaining(f'{path} cannot be read', 'make the dataset again with prepare_data.py'), open(path, 'rb') as f:
+            remedy = 'make one with prepare_data.py (without arguments it lists them)'
+            raise ConfigError(f'data_dir={folder} holds no dataset; {remedy}.')
+        with explaining(f'{path} cannot be read', REMEDY), open(path, 'rb') as f:
             self.meta = json.load(f)
             self.is_text = {'text': True, 'task': False}[self.meta['kind']]
             self.vocab_size = self.meta['vocab_size']
@@ -72,11 +60,11 @@ class Dataset:
         self.splits, self.starts, self.document_rows = {}, {}, False
 
     def split(self, name):
-        """Text: the token stream, a memory map or a Stream of them. Task: a dict of arrays. Raises ConfigError when a file does
-        not agree with meta.json."""
+        """Text: the token stream, a memory map or a Stream of them. Task: a dict of arrays. Raises
+        ConfigError where a file differs from what meta.json says of it."""
         if name not in self.splits:
             path = os.path.join(self.folder, name + ('.bin' if self.is_text else '.npz'))
-            with refuse_damage(path):
+            with explaining(f'{path} cannot be read', REMEDY):
                 if os.path.basename(name) != name:
                     raise ValueError(f'the name {name!r} leads out of the folder')
                 self.splits[name] = self.read_stream(name) if self.is_text else self.read_examples(name, path)
@@ -86,9 +74,9 @@ class Dataset:
         entry, parts = self.meta['splits'][name], []
         for file, shard in shard_names(name, entry):
             path = os.path.join(self.folder, file + '.bin')
-            with refuse_damage(path):
+            with explaining(f'{path} cannot be read', REMEDY):
                 if not os.path.getsize(path):
-                    raise ValueError('it is empty')
+                    raise ConfigError(f'{path} cannot be read (it is empty); {REMEDY}.')
                 parts.append(np.memmap(path, dtype=token_dtype(self.vocab_size), mode='r'))
                 self.expect(shard['tokens'], len(parts[-1]), 'tokens')
         stream = Stream(parts) if 'shards' in entry else parts[0]
@@ -119,78 +107,66 @@ class Dataset:
         return self.starts[name]
 
     def complete(self, config):
-        """Sets what the settings leave to the data, reset_token and vocab_size. Raises ConfigError when the model cannot take
-        this dataset."""
+        """Sets reset_token and vocab_size by the data; ConfigError for data that do not fit."""
         config.reset_token = self.reset_token(config)
         if config.vocab_size and config.vocab_size < self.vocab_size:
-            raise ConfigError(
-                f'vocab_size={config.vocab_size} is too small for {self.folder}, which has {self.vocab_size} tokens; '
-                f'take {self.vocab_size} or 0.'
-            )
-        self.check_lengths(config)
-        self.check_scored()
-        self.check_packed(config)
+            why = f'vocab_size={config.vocab_size} is too small for {self.folder}, which has {self.vocab_size} tokens'
+            raise ConfigError(f'{why}; take {self.vocab_size} or 0.')
+        self.check_lengths(config.block_size)
+        if not self.is_text:
+            self.check_scored()
+            self.check_packed(config)
         if config.document_rows:
             self.check_document_rows(config)
         self.document_rows = config.document_rows
         config.vocab_size = config.vocab_size or self.vocab_size
 
     def reset_token(self, config):
-        """The number that reset_token of the settings means with these data; raises ConfigError for another token of theirs."""
+        """The id that the reset_token of the settings means in these data; ConfigError for one that opens no document."""
         if config.reset_token == DOCUMENT:
             used = config.architecture == 'gpt' and (self.is_text or config.document_attention)
             return self.document_token if used else -1
         reads = config.recurrence != 'none' or config.document_attention
         if reads and config.reset_token not in (-1, self.document_token):
             actual = f'where {self.document_token} does' if self.document_token >= 0 else 'which marks none'
-            raise ConfigError(
-                f'reset_token={config.reset_token} opens no document of {self.folder}, {actual}; take document or none.'
-            )
+            why = f'reset_token={config.reset_token} opens no document of {self.folder}, {actual}'
+            raise ConfigError(f'{why}; take document or none.')
         return config.reset_token
 
-    def check_lengths(self, config):
-        T = config.block_size
+    def check_lengths(self, T):
         for name in ('train', 'val') if self.is_text else ():
-            if len(self.split(name)) <= T:
-                raise ConfigError(
-                    f'{self.folder}/{name}.bin has {len(self.split(name))} tokens, too few for block_size={T}; '
-                    f'take a smaller block_size or more data.'
-                )
+            if (tokens := len(self.split(name))) <= T:
+                why = f'{self.folder}/{name}.bin has {tokens} tokens, too few for block_size={T}'
+                raise ConfigError(f'{why}; take a smaller block_size or more data.')
         if self.longest and (longest := max(self.longest.values())) > T:  # eval.py reads the other splits
             split = max(self.longest, key=self.longest.get)
-            raise ConfigError(
-                f'{self.folder} has examples of {longest} tokens in {split}, above block_size={T}; take {longest}.'
-            )
+            why = f'{self.folder} has examples of {longest} tokens in {split}, above block_size={T}'
+            raise ConfigError(f'{why}; take {longest}.')
 
     def check_scored(self):
-        for name in () if self.is_text else ('train', 'val'):
+        for name in ('train', 'val'):
             if not (self.split(name)['targets'] >= 0).any():
                 what = f'no token of {name} in {self.folder} is scored'
                 if name == 'train':
-                    raise ConfigError(f'{what}, so there is nothing to learn; make the dataset again with prepare_data.py.')
+                    raise ConfigError(f'{what}, so there is nothing to learn; {REMEDY}.')
                 warn(f'{what}: there is no validation loss.')
 
     def check_packed(self, config):
-        packed = not self.is_text and 'rows' in self.meta['splits']['train']
-        if packed and (config.reset_token != self.document_token or not config.document_attention):
-            raise ConfigError(
-                f'{self.folder} has several examples in a row, which would read each other with reset_token='
-                f'{config.reset_token} and document_attention={config.document_attention}; '
-                f'take --reset_token=document --document_attention=True, or prepare it with pack=0.'
-            )
+        apart = config.reset_token == self.document_token and config.document_attention
+        if 'rows' in self.meta['splits']['train'] and not apart:
+            given = f'reset_token={config.reset_token} and document_attention={config.document_attention}'
+            why = f'{self.folder} has several examples in a row, which would read each other with {given}'
+            raise ConfigError(f'{why}; take --reset_token=document --document_attention=True, or prepare it with pack=0.')
 
     def check_document_rows(self, config):
         if not self.is_text or config.reset_token != self.document_token or self.document_token < 0:
             what = 'reset_token=document, and a token that opens them' if self.is_text else 'a text, not a task'
             raise ConfigError(f'document_rows=True needs, with {self.folder}, {what}.')
-        T = config.block_size
         for name in ('train', 'val'):
             starts = self.document_starts(name)
-            if not len(starts) or starts[0] >= len(self.split(name)) - T:
-                raise ConfigError(
-                    f'{self.folder} has no document in {name} that block_size={T} tokens follow from; '
-                    f'take a smaller block_size, or document_rows=False.'
-                )
+            if not len(starts) or starts[0] >= len(self.split(name)) - config.block_size:
+                why = f'{self.folder} has no document in {name} that block_size={config.block_size} tokens follow from'
+                raise ConfigError(f'{why}; take a smaller block_size, or document_rows=False.')
 
     def share_never_read(self, T):
         """The share of the training tokens that document_rows leaves out: those after the first T of a document."""
@@ -198,11 +174,9 @@ class Dataset:
         return np.maximum(np.diff(self.document_starts('train'), append=end) - T, 0).sum() / end
 
     def rows(self, name, seed, step, batch_size, T):
-        """Which samples make batch `step`: offsets into the stream (text) or numbers of examples (task), (batch_size,).
-
-        The training split is drawn with replacement; the others are walked through in order, evenly spread. With
-        document_rows each offset is that of a document; what follows within T tokens, more documents too, belongs to the row.
-        """
+        """Which samples make batch `step`: offsets into the stream (text) or numbers of examples (task), (batch_size,). The
+        training split is drawn with replacement; the others are read in order. With document_rows a row begins at a document;
+        what follows within T tokens, even of further documents, belongs to it."""
         split = self.split(name)
         choices = len(split) - T if self.is_text else len(split['tokens'])
         if self.document_rows:
@@ -216,7 +190,7 @@ class Dataset:
         return starts[number] if self.document_rows else number
 
     def epochs(self, n_rows, T):
-        """How often `n_rows` sequences go through the training split: by its documents, tokens or examples."""
+        """How often `n_rows` sequences go through the documents, tokens or examples of the training split."""
         split = self.split('train')
         if self.document_rows:
             return n_rows / len(self.document_starts('train'))
@@ -233,16 +207,14 @@ class Dataset:
             arrays = tokens.astype(np.int64), targets.astype(np.int64), mask.astype(bool)
         lowest, highest = arrays[0].min(), max(arrays[0].max(), arrays[1].max())
         if lowest < 0 or highest >= self.vocab_size:
-            raise ConfigError(
-                f'{self.folder} holds the token {highest if lowest >= 0 else lowest} in {name}, outside its vocabulary of '
-                f'{self.vocab_size}; make the dataset again with prepare_data.py.'
-            )
+            token = f'the token {highest if lowest >= 0 else lowest} in {name}, outside its vocabulary of {self.vocab_size}'
+            raise ConfigError(f'{self.folder} holds {token}; {REMEDY}.')
         tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
         return to_device((*tensors, *([None] if self.is_text else [])), device)
 
     def training_batches(self, config, process, start):
-        """From step `start` on, read one step ahead: how many of all sequences score each position, (T,), and the
-        micro-batches of this process, on the host."""
+        """Yields for each step from `start` on, read one step ahead: how many sequences of the
+        batch score each position, (T,), and the micro-batches of this process, on the host."""
         T = self.length('train', config.block_size)
 
         def read(step):
@@ -258,21 +230,19 @@ class Dataset:
 
     def scored(self, name, rows, T):
         """How many samples of a batch score each position, (T,)."""
-        if self.is_text:
-            return np.full(T, len(rows))
-        return (self.split(name)['targets'][rows] >= 0).sum(0)
+        return np.full(T, len(rows)) if self.is_text else (self.split(name)['targets'][rows] >= 0).sum(0)
 
 
 def to_device(tensors, device):
-    """Copies on `device` of tensors, or None, in the memory of the host; on a GPU the host does not wait for them."""
+    """Copies on `device` of tensors of the host, or None; the host does not wait for copies to a GPU."""
     if str(device).startswith('cuda'):
         return tuple(t if t is None else t.pin_memory().to(device, non_blocking=True) for t in tensors)
     return tuple(t if t is None else t.to(device) for t in tensors)
 
 
 def read_ahead(read, numbers):
-    """Yields read(n) for each of `numbers`, in order, made by a thread that is one ahead. What `read` raises is raised here, at
-    the number it belongs to; the thread ends with the generator, which closes early by `close()`."""
+    """Yields read(n) for each of `numbers`, in order, from a thread that is one ahead. What `read` raises is raised here, at
+    its number; the thread ends with the generator, which `close()` ends early."""
     with ThreadPoolExecutor(1) as reader:
         following = None
         for n in numbers:

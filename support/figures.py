@@ -1,4 +1,4 @@
-"""Figures and tables of evaluations. A result is what eval.py measures of one checkpoint, as it stands in its JSON file."""
+"""Figures and tables of evaluations and studies. A result is what eval.py measures of one checkpoint, as in its JSON file."""
 
 import contextlib
 import json
@@ -6,7 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from configurator import ConfigError
+import numpy as np
+
+from configurator import ConfigError, explaining
 from schedule import SEQUENTIAL, Schedule
 
 COLOURS = [f'tab:{name}' for name in 'blue orange green purple brown gray olive'.split()]
@@ -14,7 +16,7 @@ COLOURS = [f'tab:{name}' for name in 'blue orange green purple brown gray olive'
 
 @contextlib.contextmanager
 def drawing(path, *shape, **settings):
-    """A figure and its panels (rows and columns in `shape`), written to the file `path` in the end."""
+    """A figure and its panels (rows and columns in `shape`), written to the file `path`."""
     import matplotlib  # slow to import, and most commands draw nothing
 
     matplotlib.use('Agg')
@@ -32,10 +34,8 @@ def draw_curves(folders, path):
     """Training loss, and validation loss as markers, against steps, one line per folder."""
     with drawing(path, figsize=(7, 4)) as (_, panel):
         for folder in folders:
-            try:
+            with explaining(f'curves={folder}: its log.jsonl cannot be read', 'name the folder of a run'):
                 lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text(encoding='utf-8').splitlines()]
-            except (OSError, ValueError) as e:
-                raise ConfigError(f'curves={folder}: its log.jsonl cannot be read ({e}).') from None
             train, val = {}, {}
             for line in lines:  # a mean is missing where nothing was scored
                 scored = line.get('val_exact') or line.get('val') or {}
@@ -46,7 +46,7 @@ def draw_curves(folders, path):
                 raise ConfigError(f'curves={folder}: its log.jsonl holds no loss; train it first.')
             (line,) = panel.plot(list(val), list(val.values()), label=os.path.basename(folder))
             panel.plot(list(train), list(train.values()), alpha=0.4, linewidth=1, color=line.get_color(), marker='')
-        panel.set(xlabel='step', ylabel='loss (nats a token): training faint, validation as decoded')
+        panel.set(xlabel='step', ylabel='loss (nats per token): training faint, validation as decoded')
         panel.legend()
 
 
@@ -137,8 +137,8 @@ def accuracy_curves(result):
 
 
 def summarise(result):
-    """{'state', 'state_last', 'retrieval'}: accuracies of decoding at the longest trained length, where it was measured; of a
-    task of answers {'exact match', 'depth 1', ..}; of a text {}."""
+    """{'state', 'state_last', 'retrieval'}: accuracies of decoding at the longest trained length,
+    where it was measured; of a task of answers {'exact match', 'depth 1', ..}; of a text {}."""
     if 'decoded' in result:
         by_depth = result['decoded']['by_depth'].items()
         return {'exact match': result['decoded']['exact_match']} | {f'depth {d}': share for d, share in by_depth}
@@ -192,12 +192,11 @@ def draw_accuracies(results, path):
 def print_diagnosis(diagnosis):
     """Prints the tables of a diagnosis."""
     print_table(['parameter', 'value'], list(diagnosis['gammas'].items()))
-    gates = diagnosis['gates']
-    if 'moved' in diagnosis:
-        moved = diagnosis['moved']
-        print(f'\nmean gates: cur {gates["cur"]:.4f}, rec {gates["rec"]:.4f}; Phi moves the stream by {moved:.4f}')
+    gates, moved = diagnosis['gates'], diagnosis.get('moved')
+    print()
+    if moved is not None:
+        print(f'mean gates: cur {gates["cur"]:.4f}, rec {gates["rec"]:.4f}; Phi moves the stream by {moved:.4f}')
     else:
-        print()
         print_table(['layer', 'gate_loc', 'gate_rec'], [[layer, *gate.values()] for layer, gate in gates.items()])
     print('\nlargest relative change of the span by pass: ' + ' '.join(f'{r:.1e}' for r in diagnosis['residuals']))
     print('\nnats lost at token t + k without the memory that token t reads:')
@@ -218,3 +217,63 @@ def draw_diagnosis(diagnosis, path):
         panels[1].set(title='fixed point', xlabel='pass', ylabel='largest relative change', yscale='log')
         panels[2].plot(list(carried), list(carried.values()))
         panels[2].set(title='memory at t set to 0', xlabel='tokens later', ylabel='nats lost', xscale='symlog')
+
+
+def read_study(folder):
+    """{cell: [result of each seed]} of the files NAME-SEED.json in `folder`; raises ConfigError where there is none."""
+    cells = {}
+    for path in sorted(Path(folder).glob('*-*.json')):
+        with explaining(f'{path} cannot be read', 'delete it and measure again'):
+            result = json.loads(path.read_text(encoding='utf-8'))
+            missing = {'training_flops', 'training_seconds', 'parameters'} - result.keys()
+            if missing or not {'training', 'decoded'} & result.keys():
+                raise ValueError('it is no measurement of a checkpoint')
+        cells.setdefault(path.name.rpartition('-')[0], []).append(result)
+    if not cells:
+        raise ConfigError(f'study={folder} holds no results; files there are called NAME-SEED.json.')
+    if len({tuple(summarise(result)) for results in cells.values() for result in results}) > 1:
+        raise ConfigError(f'study={folder} holds results of different tasks; give each a folder.')
+    return cells
+
+
+def far_accuracies(result):
+    """{'SCORE, step N': accuracy} at the longest trained step and twice and four times as far; of answers, by depth."""
+    if 'decoded' in result:
+        return summarise(result)
+    steps = [str(result['trained_length'] * times) for times in (1, 2, 4)]
+    curves = accuracy_curves(result).items()
+    return {f'{name}, step {n}': curve[n] for name, curve in curves for n in steps if n in curve}
+
+
+def study_row(results):
+    """(what ranks a cell, rising; {score: mean over seeds}; {column: text}), bits per byte or accuracies."""
+    first, n_seeds = results[0], len(results)
+    flops = {'FLOPs, 1e12': f'{first["training_flops"] / 1e12:,.0f}'}
+    size = {'parameters': f'{first["parameters"]:,}', 'seeds': str(n_seeds)}
+    if summarise(first):
+        accuracies = [far_accuracies(result) for result in results]
+        means = {name: np.mean([scores[name] for scores in accuracies]) for name in accuracies[0]}
+        return -sum(means.values()), means, {name: f'{mean:.1%}' for name, mean in means.items()} | flops | size
+    exact = [decoding_scores(result)['bits_per_byte'] for result in results]
+    trained = np.mean([result['training']['bits_per_byte'] for result in results])
+    columns = {
+        'training schedule': f'{trained:.4f}',
+        'exact decoding': f'{np.mean(exact):.4f}',
+        'spread of seeds': f'{max(exact) - min(exact):.4f}' if n_seeds > 1 else '-',
+        **flops,
+        'seconds': f'{np.mean([result["training_seconds"] for result in results]):.0f}',
+    }
+    return np.mean(exact), {'bits_per_byte': np.mean(exact), 'training_schedule': trained}, columns | size
+
+
+def report_study(cells, config):
+    """Prints the table of a study in Markdown and draws its figure: of tasks accuracies of the first seed, of texts costs."""
+    rows = sorted(((cell, *study_row(results)) for cell, results in cells.items()), key=lambda row: row[1])
+    print_markdown(['cell', *rows[0][-1]], [[cell, *columns.values()] for cell, *_, columns in rows])
+    if config.json:
+        print(json.dumps({cell: means for cell, _, means, _ in rows}))
+    firsts = {cell: results[0] for cell, results in cells.items()}
+    if config.figure and summarise(firsts[rows[0][0]]):
+        draw_accuracies(firsts, config.figure)
+    elif config.figure:
+        draw_costs({cell: (firsts[cell]['training_flops'] / 1e12, bits) for cell, bits, *_ in rows}, config.figure)

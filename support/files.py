@@ -15,14 +15,12 @@ from support.optional import import_optional
 
 STDLIB_LEAVES_OUT = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'}  # installed packages and tests
 PACKED = ('.gz', '.zst')
+JSONL, JSON, TXT = ((kind, *(kind + packed for packed in PACKED)) for kind in ('.jsonl', '.json', '.txt'))  # endings
 
 
 def find_files(source, extensions='', out=''):
-    """Paths of the documents, sorted by their path below the source that holds them.
-
-    A file reached twice is one document. Without a source the files are the interpreter's own library.
-    Raises ConfigError for a source that is not there, and for a link that leads nowhere.
-    """
+    """Paths of the documents, sorted by their path below the source that holds them, each once. Without a source they are
+    the interpreter's own library. Raises ConfigError for a source that does not exist, and for a link that leads nowhere."""
     endings = tuple('.' + e.strip().lstrip('.') for e in extensions.split(',') if e.strip())
     passed, files = Counter(), {}
     for path, name in source_files(source, endings, out, passed) if source else stdlib_files(endings or '.py'):
@@ -35,8 +33,8 @@ def find_files(source, extensions='', out=''):
 
 
 def stdlib_files(endings):
-    """Yields (path, path below the library) of the interpreter's own library, except STDLIB_LEAVES_OUT, what is a link to a
-    folder, and the build record _sysconfigdata*, which names folders of one machine."""
+    """Yields (path, path below the library) of the interpreter's own library, except STDLIB_LEAVES_OUT, linked folders, and
+    the build record _sysconfigdata*, which names folders of one machine."""
     root = sysconfig.get_path('stdlib')
 
     def enters(folder):
@@ -51,8 +49,8 @@ def stdlib_files(endings):
 
 
 def source_files(source, endings, out, passed):
-    """Yields (path, path below its source) of the files that `source` names. Folders are searched to the bottom, those of
-    links too, apart from hidden files and `out` itself. `passed` counts what is passed over."""
+    """Yields (path, path below its source) of the files that `source` names. Folders, linked ones too, are searched to the
+    bottom, apart from hidden files and `out` itself. `passed` counts what is passed over."""
 
     def enters(folder):
         if os.path.basename(folder)[0] == '.':
@@ -88,8 +86,7 @@ def match_source(source):
 
 
 def folders_below(root, enters):
-    """Yields (folder, names of its files) of `root` and all folders below it, each once, linked folders last.
-    `enters(path)` says whether to search a folder."""
+    """Yields (folder, names of its files) of `root` and what it `enters` below, each once, linked folders last."""
     waiting, seen = deque([root]), set()
 
     def stop(error):
@@ -107,8 +104,8 @@ def folders_below(root, enters):
 
 
 def paths_like(pattern):
-    """Sorted paths that match a pattern; its ** stands for any number of folders. Each is entered once, while
-    glob would follow two links to a folder above 2^40 times."""
+    """Sorted paths that match a pattern, in which ** stands for any number of folders. Each folder
+    is entered once, where glob would follow two links to a folder above more than 2^40 times."""
     start, *rest = re.split(r'(?:^|(?<=/))\*\*(?:/|$)', pattern, maxsplit=1)
     if rest in ([], ['']):
         return sorted(glob.glob(start or '.') if rest else glob.glob(pattern))
@@ -131,10 +128,11 @@ def unpacked(path, f):
 
 
 def refuse_scripts(files, kinds):
-    """ConfigError for the first of the files that is Python code, with a pattern for what of the kinds is beside it."""
+    """ConfigError for the first file that is Python code; it suggests a pattern for a file of `kinds` beside it."""
     for path in files:
         if path.endswith('.py'):
             folder = os.path.dirname(path)
-            data = next((f for f in files if f.startswith(folder + os.sep) and ending(f) in kinds), f'{folder}/x{kinds[0]}')
+            beside = (f for f in files if f.startswith(folder + os.sep) and ending(f) in kinds)
+            data = next(beside, f'{folder}/x{kinds[0]}')
             pattern = f'{os.path.dirname(data)}/*{ending(data)}'
             raise ConfigError(f'{path} is a script, and no code of a dataset is run; name its data, like --source={pattern}.')

@@ -9,19 +9,15 @@ TOLERANCE = 0.02  # of the largest value: several roundings of bfloat16, and far
 
 
 def masked_passes(config, schedule, T):
-    """One pass, a range of positions, for each length of pass that needs a mask over sequences of T; single positions never
-    take FlexAttention."""
+    """A pass, a range of positions, for each length above one of passes over T that need a mask."""
     passes = {len(p.positions): p.positions for p in schedule.passes(T) if len(p.positions) > 1}
     return [p for n, p in passes.items() if n < T or config.document_attention or not schedule.initial]
 
 
 def flex_problem(config, schedule, batch_size, T, dtype, device, flex=None):
-    """Why FlexAttention cannot replace plain attention in this run, as the end of a sentence; None where it can.
-
-    For each length of masked pass, queries (batch_size, H, n, d), keys and values (batch_size, G, T, d) of `dtype` and
-    documents are drawn, and outputs and gradients are compared with those of plain attention in float32. flex: used
-    instead of compiled FlexAttention.
-    """
+    """Why FlexAttention cannot replace plain attention in this run, as the end of a sentence; None where it can. For each
+    length of masked pass, queries (batch_size, H, n, d), keys and values (batch_size, G, T, d) of `dtype` and documents are
+    drawn; outputs and gradients are compared with plain attention in float32. flex: in place of compiled FlexAttention."""
     flex = flex or compiled_flex()
     d, gqa = config.head_dim, config.kv_dim != config.n_embd
     generator = torch.Generator(device).manual_seed(0)
@@ -58,10 +54,8 @@ def flex_problem(config, schedule, batch_size, T, dtype, device, flex=None):
 
 
 def choose_flex(config, schedule, batch_size, T, dtype, device):
-    """Whether a run's masked passes take FlexAttention, and a sentence for the log or None.
-
-    attention=auto takes it on CUDA where a pass is masked and `flex_problem` finds nothing. CUDA has no kernel for float64.
-    """
+    """Whether a run's masked passes take FlexAttention, and a sentence for the log or None. attention=auto takes it on CUDA
+    where a pass is masked and `flex_problem` finds nothing. CUDA has no kernel for float64."""
     if config.attention != 'auto':
         return config.attention == 'flex', None
     if not str(device).startswith('cuda') or dtype == torch.float64 or not masked_passes(config, schedule, T):

@@ -23,8 +23,7 @@ def file_sha256(path):
 
 
 def settings_of(config, *left_out):
-    """The settings that decide what a dataset holds, for its meta.json. A setting of ADDED_LATER is left out at its default,
-    so that older datasets still match."""
+    """The settings that decide what a dataset holds; of ADDED_LATER those that are set."""
     settings = asdict(config)
     later = [name for name in ADDED_LATER if name in settings and settings[name] == getattr(type(config), name)]
     return {name: value for name, value in settings.items() if name not in (*left_out, *later, 'out', 'overwrite')}
@@ -43,9 +42,7 @@ def choose_val(digests, fraction):
 
 def is_ready(out, overwrite, wanted):
     """True if the folder `out` holds the dataset described by `wanted` (part of its meta.json), False if it may be written.
-
-    Raises ConfigError when something else is there and `overwrite` is off.
-    """
+    Raises ConfigError when something else is there and `overwrite` is off."""
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f'out={out} is a file; name a folder.')
     names = os.listdir(out) if os.path.isdir(out) else []
@@ -76,19 +73,19 @@ def checksums(meta):
 
 
 def shard_names(split, entry):
-    """[(file name without its ending, entry)] of the files of a split, by its entry in meta.json; names are never read."""
+    """[(file name without its ending, entry)] of the files of a split, by its entry in meta.json, which states no names."""
     if 'shards' not in entry:
         return [(split, entry)]
     return [(f'{split}-{i:05}', shard) for i, shard in enumerate(entry['shards'])]
 
 
 def save_split(work, meta, name, arrays, counts):
-    """Writes the arrays of a task's split into the folder `work`, and into meta what they are: `counts`, the checksum, and
-    waste, the share of the tokens that is padding."""
+    """Writes the arrays of a task's split into the folder `work`, and describes them in meta: by
+    `counts`, the checksum, and waste, the share of the tokens that is padding."""
     np.savez(f'{work}/{name}.npz', **arrays)
-    waste = 1 - int(arrays['lengths'].sum()) / arrays['tokens'].size
+    waste = round(1 - int(arrays['lengths'].sum()) / arrays['tokens'].size, 4)
     meta['longest'][name] = arrays['tokens'].shape[1]
-    meta['splits'][name] = counts | {'waste': round(waste, 4), 'sha256': file_sha256(f'{work}/{name}.npz')}
+    meta['splits'][name] = counts | {'waste': waste, 'sha256': file_sha256(f'{work}/{name}.npz')}
 
 
 def write_json(path, value):

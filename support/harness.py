@@ -9,6 +9,7 @@ from tqdm import tqdm
 from configurator import ConfigError
 from schedule import exact_schedule
 from support.loss import score_tokens
+from support.optional import import_optional
 from support.processes import warn
 from support.tokens import encode
 
@@ -31,13 +32,11 @@ CORE = {task: numbers for numbers, tasks in CORE.items() for task in tasks.split
 
 
 def score_continuations(model, pairs, batch_size):
-    """(log-probability, whether greedy decoding would give it) of each continuation, for pairs (context ids, its ids).
-
-    Exact decoding. A continuation of more than block_size tokens is scored in pieces of block_size; what comes before a piece
-    is cut from the left where the two do not fit. An empty continuation scores 0. The order and the batch do not matter.
-    """
+    """(log-probability, whether greedy decoding would give it) of each continuation, for pairs (context ids, its ids). Exact
+    decoding. A continuation of more than block_size tokens is scored in pieces of block_size; what comes before a piece is cut
+    from the left where the two do not fit. An empty continuation scores 0. The order and the batch do not matter."""
     T, device = model.config.block_size, model.embed.weight.device
-    pieces = []  # (number of the pair, tokens that are read and scored, how many of them are scored)
+    pieces = []  # (number of the pair, tokens, how many of them, at the end, are scored)
     for i, (context, continuation) in enumerate(pairs):
         for start in range(0, len(continuation), T):
             piece = continuation[start : start + T]
@@ -57,28 +56,20 @@ def score_continuations(model, pairs, batch_size):
 
 
 def split_request(meta, context, continuation):
-    """(ids of the context, ids of the continuation) of a request of the harness, as its own classes split.
-
-    Spaces at the end of the context belong to the continuation, and the whole is encoded once. Where a token crosses the
-    border, so that no token is left after the context's, the last token of the whole is what is scored.
-    """
+    """(ids of the context, ids of the continuation) of a request of the harness, as its own classes split. Spaces at the end of
+    the context belong to the continuation, and the whole is encoded once. Where a token crosses the border, so that no token is
+    left after the context's, the last token of the whole is what is scored."""
     whole = encode(meta, context + continuation)
     n = min(len(encode(meta, context.rstrip())), max(len(whole) - 1, 0))
     return whole[:n], whole[n:]
 
 
 def harness(model, meta, batch_size, results, generate, opens=True):
-    """Our model as one of the lm-eval harness (optional: pip install lm-eval).
-
-    results (ResumableResults): what an interrupted run has measured. generate(model, meta, prompts, max_tokens, temperature,
-    stops): the texts that are decoded after prompts (ids). opens: the document token comes before every text, as in our
-    training; else only where there is no context at all.
-    """
-    try:
-        from lm_eval.api.model import LM
-        from lm_eval.models.utils import Collator
-    except ImportError:
-        raise ConfigError('lm_eval needs the harness; install it with pip install lm-eval.') from None
+    """Our model as one of the lm-eval harness (optional: pip install lm-eval). results (ResumableResults): what an interrupted
+    run has measured. generate(model, meta, prompts, max_tokens, temperature, stops): the texts that are decoded after prompts
+    (ids). opens: the document token comes before every text, as in our training; else only where there is no context at all."""
+    LM = import_optional('lm_eval.api.model', 'lm-eval').LM
+    Collator = import_optional('lm_eval.models.utils', 'lm-eval').Collator
 
     def resumable(measure):
         """A method of the harness from a function that turns the arguments of some requests into their results."""

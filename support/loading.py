@@ -5,21 +5,22 @@ import glob
 import json
 import os
 from dataclasses import fields
-from pathlib import Path
 
 import torch
 
-from configurator import ConfigError
+from configurator import ConfigError, explaining
 from model import GPTConfig, build
 from support.chat import chat_meta
 from support.checkpoint import load_weights, read_checkpoint
 from support.pretrained import load_pretrained, pretrained_config, pretrained_folder
 from support.tokens import ids_without_token, tokenizer_meta
 
+DTYPES = ('auto', 'float32', 'bfloat16', 'float64')  # what a command may compute in
+
 
 def find_checkpoint(path, root='out'):
-    """The file that `path` means: itself (or hf:FOLDER), the ckpt.pt inside it, or the newest below `root` when it is empty.
-    Raises ConfigError where there is none."""
+    """The file that `path` means: itself (or hf:FOLDER), the ckpt.pt inside it, or the newest below
+    `root` when it is empty. Raises ConfigError where there is none."""
     file = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
     if path.startswith('hf:') or os.path.isfile(file):
         return file
@@ -35,11 +36,9 @@ def find_checkpoint(path, root='out'):
 
 
 def load_model(path, device='cpu', dtype='auto'):
-    """(model in evaluation mode, checkpoint without its weights) from a checkpoint file; raises ConfigError.
-
-    The weights are float64 if that is the dtype, or was in the training and dtype is auto; else float32, bfloat16 included.
-    Ids that stand for no token under the checkpoint's tokenizer have no probability.
-    """
+    """(model in evaluation mode, checkpoint without its weights) from a checkpoint file; raises ConfigError. The weights are
+    float64 if that is the dtype, or was in the training and dtype is auto; else float32, bfloat16 included. Ids that stand for
+    no token under the checkpoint's tokenizer have no probability."""
     checkpoint = read_checkpoint(path)
     saved = checkpoint['config']  # an older checkpoint lacks newer keys
     model = build(GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)}))
@@ -55,14 +54,13 @@ def load_folder(name, device='cpu', dtype='auto', chat=True):
     model = build(GPTConfig(**pretrained_config(folder, 2048)))  # the whole context of some would take gigabytes of state
     load_pretrained(model, folder)
     path = os.path.join(folder, 'meta.json')
-    try:
-        meta = json.loads(Path(path).read_text(encoding='utf-8'))
-    except FileNotFoundError:
+    if os.path.exists(path):
+        with explaining(f'{path} cannot be read', 'export the model again'), open(path, encoding='utf-8') as f:
+            meta = json.load(f)
+    else:
         meta = {'kind': 'text'} | tokenizer_meta(folder)
         with contextlib.nullcontext() if chat else contextlib.suppress(ConfigError):
             meta |= chat_meta(folder, meta['tokenizer_json'])
-    except ValueError as e:
-        raise ConfigError(f'{path} cannot be read ({e}); export the model again.') from None
     return to_evaluation(model, meta, device, dtype), {'meta': meta, 'step': 0}
 
 

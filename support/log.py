@@ -30,7 +30,7 @@ class Log:
 
 
 class Progress:
-    """The progress bar; where there is no terminal, a line per minute. It also measures the speed."""
+    """The progress bar, or a line per minute without a terminal. It also measures the speed."""
 
     def __init__(self, config, first, step):
         self.first, self.shown_at = first, time.monotonic()
@@ -62,25 +62,23 @@ class Progress:
 
 
 class DivergenceWarning:
-    """Warns, once a run, when the last Jacobi pass changed the output of the span more than the first in 5 lines in a row."""
+    """Warns, once per run, when the last Jacobi pass changed the output of the span more than the first in 5 lines in a row."""
 
     def __init__(self):
         self.in_a_row, self.warned = 0, False
 
     def add(self, step, changes):
-        """changes: what a line of the log says of each pass after the initial one, or None."""
+        """changes: those of each pass after the initial one, in a line of the log, or None."""
         self.in_a_row = self.in_a_row + 1 if changes and changes[-1] > max(changes[0], 1e-3) else 0
         if self.in_a_row == 5 and not self.warned:
             self.warned = True
-            warn(
-                f'the passes do not converge: in 5 lines of the log in a row, up to step {step}, the last changed the output '
-                f'of the span more than the first ({", ".join(f"{c:g}" for c in changes)}); '
-                f'lower recurrence_lr_scale or learning_rate.'
-            )
+            what = 'the passes do not converge: in 5 lines of the log in a row'
+            why = f'the last changed the output of the span more than the first ({", ".join(f"{c:g}" for c in changes)})'
+            warn(f'{what}, up to step {step}, {why}; lower recurrence_lr_scale or learning_rate.')
 
 
 def finite(value):
-    """`value` as JSON can hold it: in a dict what is no finite number is left out, in a list it is None."""
+    """`value` as JSON can hold it: a number that is not finite is left out of a dict, and becomes None in a list."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items() if not isinstance(v, float) or math.isfinite(v)}
     return [v if math.isfinite(v) else None for v in value] if isinstance(value, list) else value
@@ -100,10 +98,8 @@ def one_number_each(values):
 
 
 class Tracker:
-    """wandb, if asked for, on the first process only; whatever goes wrong there is one warning and no more.
-
-    `id` is wandb's name of the run, which a checkpoint keeps: a resumed run continues it, and sends no step a second time.
-    """
+    """wandb, if asked for, on the first process only; whatever goes wrong there is one warning and no more. `id` is wandb's
+    name of the run, which a checkpoint keeps: a resumed run continues it, and sends no step a second time."""
 
     def __init__(self, config, active, id=None):
         self.run, self.id, self.starts = None, id, 0
@@ -111,16 +107,10 @@ class Tracker:
             with self.off_on_error():
                 import wandb
 
-                self.run = wandb.init(
-                    project=os.environ.get('WANDB_PROJECT', 'latent-memory'),
-                    name=config.out_dir.replace('/', '-'),
-                    config=asdict(config),
-                    mode=config.wandb,
-                    dir=config.out_dir,
-                    settings=wandb.Settings(init_timeout=30),
-                    id=id,
-                    resume='allow' if id else None,
-                )
+                project, name = os.environ.get('WANDB_PROJECT', 'latent-memory'), config.out_dir.replace('/', '-')
+                where = dict(project=project, name=name, dir=config.out_dir, mode=config.wandb)
+                which = dict(id=id, resume='allow' if id else None, settings=wandb.Settings(init_timeout=30))
+                self.run = wandb.init(config=asdict(config), **where, **which)
                 self.id, self.starts = self.run.id, self.run.starting_step
 
     @contextlib.contextmanager
@@ -143,10 +133,7 @@ class Tracker:
 
 
 def continue_log(path, step):
-    """Drops the lines of log.jsonl past `step` (written after the checkpoint), and one cut short by a kill.
-
-    Returns the lowest validation loss in what is left.
-    """
+    """Drops lines of log.jsonl after `step`, or cut short; returns the lowest validation loss of the rest."""
     kept, best = [], math.inf
     if os.path.exists(path):
         with open(path, encoding='utf-8', errors='replace') as f:
@@ -163,7 +150,7 @@ def continue_log(path, step):
 
 
 def announce(config, data, model, process, start, changed):
-    """Prints what is about to run, and what a person may not expect of it."""
+    """Prints what is about to run, and what may surprise a person."""
     T, dtype = data.length('train', config.block_size), str(process.dtype).removeprefix('torch.')
     n = sum(count_parameters(model).values())
     print(f'{n:,} parameters, {process.kind}, {dtype}, steps {start} to {config.max_steps}')

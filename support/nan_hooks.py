@@ -9,11 +9,12 @@ from configurator import fail
 
 
 def install_nan_hooks(model):
-    """From now on the run ends with exit code 3 at the first module whose input or output is not finite, which is named with
-    its pass. Passes count from 0, the one without memory; what precedes them belongs to 0, what follows them to the last."""
+    """From now on the run ends with exit code 3 at the first module whose input or output is not finite, and names it and its
+    pass. Passes count from 0, the one without memory; what precedes them belongs to 0, what follows them to the last."""
     number = 0
 
     def check_finite(what, value):
+        value = value[0] if isinstance(value, tuple) else value
         if isinstance(value, torch.Tensor) and not value.isfinite().all():
             rank = f'in process {os.environ["RANK"]}, ' if 'RANK' in os.environ else ''
             sentence = f'error: {rank}{what} in pass {max(number, 0)} is not finite.'
@@ -36,10 +37,8 @@ def install_nan_hooks(model):
     model.register_forward_pre_hook(begin)
     for name, module in model.named_modules():
         name = name or 'the model'
-        module.register_forward_pre_hook(lambda _, args, name=name: check_finite(f'the input of {name}', args[0]))
-        module.register_forward_hook(
-            lambda _, args, out, name=name: check_finite(f'the output of {name}', out[0] if isinstance(out, tuple) else out)
-        )
+        module.register_forward_pre_hook(lambda _, args, name=name: check_finite(f'the input of {name}', args))
+        module.register_forward_hook(lambda _, args, out, name=name: check_finite(f'the output of {name}', out))
 
 
 def check_gradients(model, step):

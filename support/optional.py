@@ -5,10 +5,9 @@ import importlib
 from configurator import ConfigError
 
 
-def import_optional(name):
-    """The module `name` of an optional package; ConfigError when the package is not installed."""
+def import_optional(name, install='-r requirements-data.txt'):
+    """The module `name` of an optional package; ConfigError when it is not installed, with what pip should install."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        package = name.split('.')[0]
-        raise ConfigError(f'this needs the package {package}; run `pip install -r requirements-data.txt`.') from None
+        raise ConfigError(f'this needs the package {name.split(".")[0]}; run `pip install {install}`.') from None

@@ -14,9 +14,13 @@ from configurator import ConfigError, explaining
 from model import GPTConfig, build, recurrence_parameters
 from schedule import SEQUENTIAL
 from support.folders import work_folder
+from support.optional import import_optional
 
 OURS = 'latent-memory'  # model_type of a folder that only this code loads
-REMOVED = {'gamma_per_channel': False}  # keys of earlier versions, with the value that this code has
+REMOVED = {'gamma_per_channel': False}  # keys of earlier versions, with the value that is left
+SHAPE = dict(vocab_size='vocab_size', n_embd='hidden_size', n_hidden='intermediate_size')  # ours='theirs'
+SHAPE |= dict(n_layer='num_hidden_layers', n_head='num_attention_heads', n_kv_head='num_key_value_heads')
+SHAPE |= dict(block_size='max_position_embeddings', rope_base='rope_theta', norm_eps='rms_norm_eps')
 ROPE_SCALING = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 LLAMA_LAYER = [f'self_attn.{part}_proj' for part in 'qkvo'] + [f'mlp.{part}_proj' for part in ('gate', 'up', 'down')]
 LLAMA_LAYER += ['input_layernorm', 'post_attention_layernorm']
@@ -26,19 +30,15 @@ def pretrained_folder(name):
     """The folder of a Llama-family checkpoint in the format of the transformers library: `name` itself, or that of the hub."""
     if os.path.isdir(name):
         return name
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ConfigError(f'{name} is no folder, and the hub needs an extra; pip install huggingface_hub.') from None
     with explaining(f'{name} is neither a folder nor a model that the hub gives', 'name a folder of the transformers library'):
+        from huggingface_hub import snapshot_download  # an extra
+
         return snapshot_download(name, allow_patterns=['*.json', '*.jinja', '*.safetensors'])
 
 
 def pretrained_config(name, block_size):
-    """The settings of a model that equals a pretrained checkpoint, as a dict; its context is at most block_size.
-
-    Raises ConfigError for what the Llama family here cannot express, by name; nothing that the config.json states is assumed.
-    """
+    """The settings of a model that equals a pretrained checkpoint, as a dict; its context is at most block_size. Raises
+    ConfigError that names what the Llama family here cannot express; nothing that config.json states is passed over."""
     folder = pretrained_folder(name)
     path = os.path.join(folder, 'config.json')
     with explaining(f'{path} cannot be read', 'take a folder of the transformers library'), open(path, encoding='utf-8') as f:
@@ -60,33 +60,23 @@ def pretrained_config(name, block_size):
         }
         for what, wrong in refused.items():
             if wrong:
-                value = kind if what == 'rope_type' else c.get(what)
-                raise ConfigError(
-                    f'{folder} has {what}={value}, which is not supported here; Llama-family models with tied embeddings are.'
-                )
-        return {
-            'family': 'llama',
-            'vocab_size': c['vocab_size'],
-            'block_size': min(block_size, c['max_position_embeddings']),
-            'n_layer': c['num_hidden_layers'],
-            'n_head': c['num_attention_heads'],
-            'n_kv_head': c.get('num_key_value_heads') or c['num_attention_heads'],
-            'n_embd': c['hidden_size'],
-            'n_hidden': c['intermediate_size'],
-            'rope_base': float(rope.get('rope_theta', c.get('rope_theta', 10000.0))),
-            'rope_scaling': scaling,
-            'norm_eps': float(c['rms_norm_eps']),
-            'value_embeddings': 'none',
-            'positional': 'rope',
-        }
+                stated = f'{what}={kind if what == "rope_type" else c.get(what)}'
+                remedy = 'Llama-family models with tied embeddings are'
+                raise ConfigError(f'{folder} has {stated}, which is not supported here; {remedy}.')
+        c['max_position_embeddings'] = min(block_size, c['max_position_embeddings'])
+        c['num_key_value_heads'] = c.get('num_key_value_heads') or c['num_attention_heads']
+        c['rope_theta'] = float(rope.get('rope_theta', c.get('rope_theta', 10000.0)))
+        c['rms_norm_eps'] = float(c['rms_norm_eps'])
+        fixed = {'family': 'llama', 'value_embeddings': 'none', 'positional': 'rope', 'rope_scaling': scaling}
+        return fixed | {ours: c[theirs] for ours, theirs in SHAPE.items()}
 
 
 def take_pretrained_settings(config):
-    """Sets the shape of the model to that of the weights that init_from=hf: names, which the hub may have to give. Raises
-    ConfigError where there are none, or where the other settings do not fit them."""
+    """Gives the model the shape of the weights that init_from=hf: names, which the hub may have to provide. Raises ConfigError
+    where there are none, or where the other settings do not fit them."""
     for name, value in pretrained_config(config.init_from.removeprefix('hf:'), config.block_size).items():
-        given = name == 'document_attention' and config.document_attention  # which shapes no weights
-        if name != 'reset_token' and not given:  # the token of documents is that of the new data
+        given = name == 'document_attention' and config.document_attention  # the weights fit both values
+        if name != 'reset_token' and not given:  # the new data have a document token of their own
             setattr(config, name, value)
     config.check_model()
 
@@ -97,21 +87,10 @@ def hub_config(c):
     required |= {'recurrence': 'none', 'value_embeddings': 'none', 'n_loop': 1}
     if any(getattr(c, name) != value for name, value in required.items()):
         return None
-    hub = {
-        'architectures': ['LlamaForCausalLM'],
-        'model_type': 'llama',
-        'vocab_size': c.vocab_size,
-        'hidden_size': c.n_embd,
-        'intermediate_size': c.mlp_dim,
-        'num_hidden_layers': c.n_layer,
-        'num_attention_heads': c.n_head,
-        'num_key_value_heads': c.n_kv_head or c.n_head,
-        'max_position_embeddings': c.block_size,
-        'rope_theta': c.rope_base,
-        'rms_norm_eps': c.norm_eps,
-        'hidden_act': 'silu',
-        'tie_word_embeddings': True,
-    }
+    hub = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'}
+    hub |= {theirs: getattr(c, ours) for ours, theirs in SHAPE.items()}
+    hub |= {'intermediate_size': c.mlp_dim, 'num_key_value_heads': c.n_kv_head or c.n_head}
+    hub |= {'hidden_act': 'silu', 'tie_word_embeddings': True}
     if c.rope_scaling:
         *factors, length = c.rope_scaling
         hub['rope_scaling'] = {'rope_type': 'llama3'} | dict(zip(ROPE_SCALING, (*factors, int(length)), strict=True))
@@ -120,12 +99,8 @@ def hub_config(c):
 
 def hub_names(model):
     """{parameter of a llama-family GPT: its name on the hub}; what a recurrence adds has none and is left out."""
-    theirs = {
-        'embed': 'embed_tokens',
-        'norm': 'norm',
-        'norm_attention': 'input_layernorm',
-        'norm_mlp': 'post_attention_layernorm',
-    }
+    theirs = {'embed': 'embed_tokens', 'norm': 'norm'}
+    theirs |= {'norm_attention': 'input_layernorm', 'norm_mlp': 'post_attention_layernorm'}
     theirs |= {part: f'self_attn.{part}_proj' for part in 'qkvo'}
     theirs |= {part: f'mlp.{part}_proj' for part in ('gate', 'up', 'down')}
     names, added = {}, recurrence_parameters(model)
@@ -169,7 +144,7 @@ def llama_logits(hub, tensors, tokens):
 @torch.no_grad()
 def check_export(model, settings, weights, hub, tensors):
     """Raises ConfigError unless what is to be written is the model. settings (a GPTConfig) and weights: what our own code would
-    build and load; hub and tensors: a config.json and what transformers would load with it, or None."""
+    build and load; hub and tensors: a config.json and what transformers would load, or None."""
     with torch.device('meta'):
         exported = build(settings)
     modules = dict(model.named_modules())
@@ -195,13 +170,10 @@ def check_export(model, settings, weights, hub, tensors):
 
 @torch.no_grad()
 def load_pretrained(model, name):
-    """Copies the weights of a checkpoint in safetensors files into `model`, one tensor at a time; what the recurrence adds
-    keeps its initial values, unless the checkpoint is one of ours. Raises ConfigError for a file that is missing or cut, and
-    for a tensor of another shape."""
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise ConfigError('a pretrained checkpoint needs an extra; pip install safetensors.') from None
+    """Copies the weights of a checkpoint in safetensors files into `model`, one tensor at a time;
+    what the recurrence adds keeps its initial values, unless the checkpoint is one of ours. Raises
+    ConfigError for a file that is missing or cut short, and for a tensor of another shape."""
+    safetensors = import_optional('safetensors', 'safetensors')
     folder, wanted = pretrained_folder(name), dict(model.named_parameters())
     with explaining(f'the weights in {folder} cannot be read', 'fetch them again'):
         with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
@@ -213,7 +185,7 @@ def load_pretrained(model, name):
             with open(index, encoding='utf-8') as f:
                 files = sorted({os.path.join(folder, os.path.basename(n)) for n in json.load(f)['weight_map'].values()})
         for file in files:
-            with safe_open(file, framework='pt') as tensors:
+            with safetensors.safe_open(file, framework='pt') as tensors:
                 for tensor_name in set(tensors.keys()) & set(wanted):
                     tensor, p = tensors.get_tensor(tensor_name), wanted.pop(tensor_name)
                     if tensor.shape != p.shape:
@@ -227,11 +199,7 @@ def load_pretrained(model, name):
 def export(model, meta, config):
     """Writes the folder config.export whole or not at all: config.json and model.safetensors, as the transformers library has
     them where it has such a model, else under our names and settings; the tokenizer; meta.json. Raises ConfigError."""
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        raise ConfigError('an export needs an extra; pip install safetensors.') from None
+    safetensors = import_optional('safetensors.torch', 'safetensors')
     out, settings = os.path.abspath(config.export), model.config
     weights = dict(model.named_parameters())
     if config.drop_recurrence:
@@ -261,8 +229,8 @@ def export(model, meta, config):
         for name, text in files.items():
             Path(new, name).write_text(text, encoding='utf-8')
         try:
-            save_file(tensors, os.path.join(new, 'model.safetensors'), {'format': 'pt'})
-        except SafetensorError as e:
+            safetensors.save_file(tensors, os.path.join(new, 'model.safetensors'), {'format': 'pt'})
+        except import_optional('safetensors').SafetensorError as e:
             raise ConfigError(f'export={out} cannot be written: {e}.') from None
         if os.path.exists(out):
             os.rename(out, os.path.join(work, 'old'))

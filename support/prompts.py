@@ -8,7 +8,7 @@ import torch
 from configurator import ConfigError
 from schedule import SEQUENTIAL
 from support.chat import chat_tokens
-from support.texts import argument_text, as_text, binary, printable, split_lines
+from support.texts import argument_text, as_text, binary, printable
 from support.tokens import encode
 
 
@@ -21,12 +21,11 @@ def read_prompts(config):
             raise OSError('the standard input is closed')
         text = as_text(binary(sys.stdin).read() if config.prompt_file == '-' else Path(config.prompt_file).read_bytes())
     except (OSError, UnicodeDecodeError) as e:
-        reason = getattr(e, 'strerror', None) or e  # the whole of an OSError repeats the name
+        reason = getattr(e, 'strerror', None) or e  # the text of an OSError repeats the name
         raise ConfigError(f'prompt_file={config.prompt_file} cannot be read: {reason}.') from None
-    prompts = split_lines(text) if config.prompt_lines else [text]
-    if not prompts:
+    if config.prompt_lines and not text:
         raise ConfigError(f'prompt_file={config.prompt_file} holds no line, and prompt_lines=True takes one prompt from each.')
-    return prompts
+    return text.removesuffix('\n').split('\n') if config.prompt_lines else [text]
 
 
 def is_aligned(meta):
@@ -40,8 +39,8 @@ def prompt_recurs(meta):
 
 
 def encode_prompts(meta, config):
-    """(ids, text to print) of each prompt: a message under the chat template, the bare tokens of an aligned task, or a text
-    after the document token. Raises ConfigError."""
+    """(ids, text to print) of each prompt: a message under the chat template, the bare tokens of an
+    aligned task, or a text after the document token. Raises ConfigError."""
     texts = read_prompts(config)
     if config.chats(meta) and not config.interactive:  # there each line is a turn
         return [(chat_tokens(meta, [{'role': 'user', 'content': text}]), printable(text + '\n')) for text in texts]

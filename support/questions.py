@@ -8,14 +8,14 @@ import re
 from dataclasses import dataclass
 
 from configurator import ConfigError, explaining, key
-from support.files import PACKED, ending, refuse_scripts, unpacked
+from support.files import JSON, JSONL, ending, refuse_scripts, unpacked
 from support.folders import VAL_BOUNDS, choose_val, source_names
 from support.optional import import_optional
 from support.text_tasks import TextTaskConfig, make_text_task
 from support.texts import as_text
 
 COCONUT = 'https://raw.githubusercontent.com/facebookresearch/coconut/main/data/prosqa_'
-HUB = {  # what `datasets` loads: plain files, no code of theirs
+HUB = {  # what `datasets` loads: plain files, without code
     'prosqa': ('json', {'data_files': {name: f'{COCONUT}{name}.json' for name in ('train', 'valid', 'test')}}),
     'gsm8k': ('openai/gsm8k', {'name': 'main'}),
     'gsm8k_aug': ('whyNLP/gsm8k-aug', {}),
@@ -27,7 +27,7 @@ HUB = {  # what `datasets` loads: plain files, no code of theirs
 @dataclass
 class QuestionConfig(TextTaskConfig):
     source: str = key('', 'a jsonl, json or parquet file of the same format, a folder or pattern of them; empty: the hub')
-    val_fraction: float = key(0.05, 'share of the examples that makes val, where only train or val is there', bounds=VAL_BOUNDS)
+    val_fraction: float = key(0.05, 'share of the examples that makes val, if the source lacks train or val', bounds=VAL_BOUNDS)
 
 
 def make_questions(task, config):
@@ -36,11 +36,8 @@ def make_questions(task, config):
 
 
 def read_questions(task, config):
-    """{split: examples} of a question-answer dataset as its source has them; test alone is for evaluation alone.
-
-    Where only one of train and val is there, the prompts with the smallest sha256 make val. What a later split holds is left
-    out of an earlier one, in the order train, val, test.
-    """
+    """{split: examples} of a question-answer dataset. Where train or val is missing, the prompts with the smallest sha256 make
+    val. What test holds is left out of val and train, and what val holds out of train. Test alone is for evaluation."""
     examples = {}
     for split, rows in read_splits(task, config.source).items():
         examples[split] = []
@@ -67,8 +64,7 @@ def read_questions(task, config):
 
 
 def read_splits(task, source):
-    """{'train' | 'val' | 'test': [(where, row)]} of files, or of the hub, told apart by the words in their names; one without
-    such a word is train."""
+    """{split: [(where, row)]} of files or of the hub, by the word for a split in their names, or else train."""
     if source:
         parts = {path: read_rows(path) for path in question_files(source)}
     else:
@@ -91,7 +87,7 @@ def question_files(source):
     source = os.path.expanduser(source)
     paths = [os.path.join(source, name) for name in os.listdir(source)] if os.path.isdir(source) else glob.glob(source)
     paths = sorted([source] if os.path.isfile(source) else paths)
-    kinds = ('.parquet', *(kind + packed for kind in ('.jsonl', '.json') for packed in ('', *PACKED)))
+    kinds = ('.parquet', *JSONL, *JSON)
     refuse_scripts(paths, kinds)
     if missing := [path for path in paths if not os.path.exists(path)]:
         raise ConfigError(f'{missing[0]} is a link that leads nowhere; mend or remove it.')
@@ -105,27 +101,25 @@ def question_files(source):
 
 def read_rows(path):
     """The rows of a jsonl, json (a list) or parquet file, the first two perhaps packed; ConfigError for any other file."""
-    remedy, kind = 'it should hold one JSON object a row', os.path.splitext(path.removesuffix('.gz').removesuffix('.zst'))[1]
+    remedy, kind = 'it should hold one JSON object per row', ending(path).split('.')[1]
     with explaining(f'{path} cannot be read', remedy):
-        if kind == '.parquet':
+        if kind == 'parquet':
             return import_optional('pyarrow.parquet').read_table(path).to_pylist()
         with open(path, 'rb') as packed:
             text = as_text(unpacked(path, packed).read())
-        rows = json.loads(text or '[]') if kind == '.json' else []
+        rows = json.loads(text or '[]') if kind == 'json' else []
         if not isinstance(rows, list):
             raise ValueError('it is not a list of objects')
-    for number, line in enumerate(text.split('\n') if kind == '.jsonl' else (), start=1):
+    for number, line in enumerate(text.split('\n') if kind == 'jsonl' else (), start=1):
         with explaining(f'{path} cannot be read at line {number}', remedy):
             rows += [json.loads(line)] if line.strip() else []
     return rows
 
 
 def question_example(task, row):
-    """A row of a question-answer dataset as an example; KeyError, TypeError or ValueError for a row of another form.
-
-    Reasoning: gsm8k's lines without their <<calculator notes>>; the steps of gsm8k_aug and prosqa; hotpotqa's supporting
-    sentences, after a prompt of all its paragraphs; math500's solution. depth: how many lines; math500: its level, 1 to 5.
-    """
+    """A row of a question-answer dataset as an example; KeyError, TypeError or ValueError for a row of another form. Reasoning:
+    gsm8k's lines without their <<calculator notes>>; the steps of gsm8k_aug and prosqa; hotpotqa's supporting sentences, after
+    a prompt of all its paragraphs; math500's solution. depth: how many lines; math500: its level, 1 to 5."""
     question, answer = row['problem' if task == 'math500' else 'question'], row['answer']
     if not isinstance(question, str) or not isinstance(answer, str):
         raise TypeError('its question and answer should be texts')
@@ -142,7 +136,7 @@ def question_example(task, row):
         facts = list(zip(facts['title'], facts['sent_id'], strict=True)) if isinstance(facts, dict) else facts
         paragraphs = dict(context)
         question = ''.join(f'{title}: {"".join(sentences).strip()}\n' for title, sentences in context) + question
-        lines = [paragraphs[title][i] for title, i in facts if i < len(paragraphs[title])]  # some name one too many
+        lines = [paragraphs[title][i] for title, i in facts if i < len(paragraphs[title])]  # some name a sentence too many
     else:
         lines = row['steps']
         if not isinstance(lines, list):

@@ -10,21 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from configurator import ConfigError, explaining
-from support.files import PACKED, ending, find_files, refuse_scripts, unpacked
+from support.files import JSON, JSONL, TXT, ending, find_files, refuse_scripts, unpacked
 from support.optional import import_optional
 
-LOSSY, NULL, SURROGATE, EMPTY = (  # why a document is kept out
-    'where the tokenizer loses a part of the text',
-    'without a text (null)',
-    'with half of a surrogate pair',
-    'that are empty',
-)
+# Why a document is kept out.
+LOSSY, NULL = 'where the tokenizer loses a part of the text', 'without a text (null)'
+SURROGATE, EMPTY = 'with half of a surrogate pair', 'that are empty'
 PIECE_LENGTH = 2**20  # bytes of text handed to a process at once
-CORPUS = ('.parquet', *(kind + packed for kind in ('.jsonl', '.txt') for packed in ('', *PACKED)))  # taken from folders
+CORPUS = ('.parquet', *JSONL, *TXT)  # endings of the files that are taken from folders
 
 
 class KeptOut:
-    """Documents that a dataset leaves out: `reasons` is {why: {'count', 'first': [[file, entry], ..]}}, NAMED of each."""
+    """Documents that a dataset leaves out. `reasons`: {why: {'count', 'first': [[file, entry], ..]}}, the first NAMED."""
 
     NAMED = 20
 
@@ -70,10 +67,8 @@ def character_start(content, position):
 
 
 def list_corpus(config):
-    """[[path, size]] of the files of the corpus in their order: local ones in bytes, those of the hub as 1 each.
-
-    Raises ConfigError for a missing, an empty or another kind of file, and for a folder that would need its own code.
-    """
+    """[[path, size]] of the files of the corpus in order: the size in bytes, or 1 for each file of the hub. Raises
+    ConfigError for a file that is missing, empty or of another kind, and for a folder that would need its own code."""
     if not config.source:
         with explaining('the hub could not be reached', '--source=FILES takes files on this disk'):
             builder = import_optional('datasets').load_dataset_builder('HuggingFaceFW/fineweb-edu', f'sample-{config.subset}')
@@ -81,7 +76,7 @@ def list_corpus(config):
     files = find_files(config.source, ','.join([*CORPUS, 'py']), config.out)
     refuse_scripts(files, CORPUS)
     for path in files:
-        if ending(path) not in (*CORPUS, '.json', '.json.gz', '.json.zst'):
+        if ending(path) not in (*CORPUS, *JSON):
             raise ConfigError(f'{path} is no parquet, jsonl or txt file, nor json, nor one packed by gzip or zstd; convert it.')
         if not os.path.getsize(path):
             raise ConfigError(f'{path} is empty; complete or remove it.')
@@ -102,21 +97,19 @@ class Entry(NamedTuple):
 
 
 def read_corpus(path, skip, text_key, val_fraction):
-    """Yields (share of the file read, Entry) from entry `skip` on.
-
-    An entry is a document: a row of a parquet file, a line of a jsonl file, an object of a json file, or a whole txt file,
-    which comes in pieces, an entry each. Raises ConfigError where the file cannot be read or is not UTF-8.
-    """
-    number, remote, kind = skip, '://' in path, ending(path).removesuffix('.gz').removesuffix('.zst')
+    """Yields (share of the file read, Entry) from entry `skip` on. An entry is a document: a row of a parquet file, a line of a
+    jsonl file or an object of a json file. A txt file is one document in pieces, of which each is an entry. Raises ConfigError
+    where the file cannot be read or is not UTF-8."""
+    number, kind = skip, ending(path).split('.')[1]
     try:
-        open_file = import_optional('datasets.utils.file_utils').xopen if remote else open  # xopen tries again
-        with open_file(path, 'rb') as packed:
+        retrying = '://' in path and import_optional('datasets.utils.file_utils').xopen
+        with (retrying or open)(path, 'rb') as packed:
             size = packed.seek(0, os.SEEK_END)
             packed.seek(0)
             f = unpacked(path, packed)
-            if kind == '.txt':
+            if kind == 'txt':
                 entries = itertools.islice(read_txt(path, f, val_fraction), skip, None)
-            elif kind == '.parquet':
+            elif kind == 'parquet':
                 table = import_optional('pyarrow.parquet').ParquetFile(f)
                 size = table.metadata.num_rows
                 entries = whole_documents(read_parquet(table, text_key, skip))
@@ -124,7 +117,7 @@ def read_corpus(path, skip, text_key, val_fraction):
                 entries = whole_documents(read_json(f, text_key, skip))
             for digest, opens, content, why in entries:
                 content.decode()
-                yield (number if kind == '.parquet' else packed.tell()) / size, Entry(number, digest, opens, content, why)
+                yield (number if kind == 'parquet' else packed.tell()) / size, Entry(number, digest, opens, content, why)
                 number += 1
     except (ConfigError, MemoryError):
         raise
@@ -138,10 +131,10 @@ def whole_documents(rows):
 
 
 def read_parquet(table, text_key, skip):
-    """As read_json(), of the rows of a parquet file."""
+    """As read_json(), but of the rows of a parquet file."""
     starts = np.cumsum([0, *(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))])
     group = np.searchsorted(starts, skip, 'right') - 1  # where to begin
-    contents = (  # of one group at a time; asked for together, all would stay in memory
+    contents = (  # of one group at a time: requested together, all would stay in memory
         row.as_py()
         for i in range(group, table.num_row_groups)
         for batch in table.iter_batches(256, [i], [text_key])
@@ -152,8 +145,8 @@ def read_parquet(table, text_key, skip):
 
 
 def read_json(f, text_key, skip):
-    """Yields (text in bytes, why it is kept out, if it is) from entry `skip` on of a file of JSON objects, one a line (a blank
-    one is an entry without a text), or of one list of them."""
+    """Yields (text in bytes, why it is kept out, if it is) from entry `skip` on, of a file of JSON
+    objects, one per line (a blank line is an entry without a text), or of one list of them."""
     first = f.readline().removeprefix(codecs.BOM_UTF8)
     is_list = first.lstrip()[:1] == b'['
     rows = json.loads(first + f.read()) if is_list else itertools.chain([first], f)
@@ -169,8 +162,8 @@ def read_json(f, text_key, skip):
 
 
 def read_txt(path, f, val_fraction):
-    """Yields (sha256, whether it opens here, piece in bytes, '') of a document in pieces. With a val_fraction
-    its end is a document of its own, with a digest that puts it into val, and what is before goes to train."""
+    """Yields (sha256, whether it begins the document, piece in bytes, '') of the document in a txt file. With a val_fraction
+    the end is a document of its own: its digest puts it into val, and the digest of the rest puts that into train."""
     sha, size, decoder, done = hashlib.sha256(), 0, codecs.getincrementaldecoder('utf-8')(), 0
     with open(path, 'rb') as packed:
         whole = unpacked(path, packed)

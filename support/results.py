@@ -1,4 +1,4 @@
-"""Results of a long evaluation, kept as they come, and what produced the checkpoint that they are of."""
+"""Results of a long evaluation, saved as they come, and what produced the checkpoint that they measure."""
 
 import contextlib
 import hashlib

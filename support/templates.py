@@ -10,7 +10,7 @@ import jinja2.sandbox
 
 from configurator import explaining
 
-CHAT_DATE = '2024-07-26'  # of templates that ask for today's; Llama 3 has it where there is none
+CHAT_DATE = '2024-07-26'  # today's, for templates that ask; Llama 3 has it where there is none
 
 
 def tokenizer_file(name):
@@ -21,15 +21,15 @@ def tokenizer_file(name):
 
 
 def read_beside(name, file):
-    """The object in a JSON file beside the tokenizer.json that `name` names; {} where there is none."""
+    """The object in a JSON file beside the tokenizer.json of `name`; {} where there is none."""
     path = tokenizer_file(name).parent / file
     with explaining(f'{path} cannot be read', 'repair or remove it'):
         return dict(json.loads(path.read_text('utf-8')).items()) if path.exists() else {}
 
 
 def read_template(name):
-    """'chat_template' and 'template_tokens', the texts such as bos_token that it may write, of the chat template beside the
-    tokenizer.json that `name` names; {} where there is none."""
+    """'chat_template' and 'template_tokens', the texts such as bos_token that it may write, of the
+    chat template beside the tokenizer.json that `name` names; {} where there is none."""
     path = tokenizer_file(name).parent / 'chat_template.jinja'
     config = read_beside(name, 'tokenizer_config.json')
     with explaining(f'the chat template in {path.parent} cannot be read', 'repair or remove it'):
@@ -53,7 +53,7 @@ class Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=4)
 def compile_template(template):
-    """A chat template, which gets what those of Hugging Face models expect."""
+    """A compiled chat template, with what those of Hugging Face models expect."""
     extensions = [Generation, 'jinja2.ext.loopcontrols']
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 

@@ -1,8 +1,5 @@
-"""Tasks made of prompts and answers in text, as rows of tokens.
-
-A new one has a config that derives from TextTaskConfig, and a function that returns its examples.
-make_text_task() does the rest.
-"""
+"""Tasks made of prompts and answers in text, as rows of tokens. A new task needs a config derived
+from TextTaskConfig and a function that returns its examples; make_text_task() does the rest."""
 
 import datetime
 import json
@@ -13,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from configurator import ConfigError, key
+from support import folders
 from support.chat import chat_meta, chat_tokens
-from support.folders import file_sha256, is_ready, publish, save_split, settings_of, work_folder
 from support.templates import CHAT_DATE
 from support.tokens import decode, encode_document, tokenizer_meta
 
@@ -25,10 +22,10 @@ class TextTaskConfig:
 
     tokenizer: str = key('bytes', 'bytes, a tiktoken encoding such as gpt2, or a tokenizer.json or its folder')
     chat: bool = key(True, "ask in the chat template of the tokenizer's folder, where there is one")
-    chat_date: str = key(CHAT_DATE, 'what a chat template that asks for the date takes for today')
-    longest: int = key(0, 'tokens that an example may have; 0: as many as it needs', bounds=(0, 10**6))
+    chat_date: str = key(CHAT_DATE, "today's date, for a chat template that asks for it")
+    longest: int = key(0, 'tokens that an example may have at most; 0: no limit', bounds=(0, 10**6))
     drop_longer: bool = key(False, 'leave out longer examples instead of refusing them')
-    pack: int = key(0, 'tokens of a row of train, which several examples share; 0: a row each', bounds=(0, 10**6))
+    pack: int = key(0, 'tokens of a row of train, which several examples share; 0: one row per example', bounds=(0, 10**6))
     score_prompt: bool = key(False, 'train on the prompt too')
     recur_on_prompt: bool = key(False, 'read memory on the prompt too')
     out: str = key('', 'the folder to write; empty: data/ and the name of the dataset')
@@ -44,56 +41,49 @@ class TextTaskConfig:
 
 
 def make_text_task(task, config, examples, **source):
-    """Writes the dataset of a task, unless it is there already.
-
-    `examples()` returns {split: [{'prompt', 'response', 'answer', 'depth'}, ..]}. A response ends in '#### ' and
-    the answer; accuracy is reported by depth, a whole number. `source`: what meta.json says of the origin of
-    examples that are not drawn from a seed.
-    """
+    """Writes the dataset of a task, unless it exists already. `examples()` returns {split: [{'prompt', 'response',
+    'answer', 'depth'}, ..]}: a response ends in '#### ' and the answer; accuracy is reported by depth, a whole number.
+    source: what meta.json says of the origin of examples that are not drawn from a seed."""
     out = config.out or f'data/{task}'
-    meta = {'kind': 'task', 'task': task, 'settings': settings_of(config, 'source')} | source
+    meta = {'kind': 'task', 'task': task, 'settings': folders.settings_of(config, 'source')} | source
     meta |= tokenizer_meta(config.tokenizer)
     if config.chat and 'tokenizer_json' in meta:
         meta |= chat_meta(config.tokenizer, meta['tokenizer_json'], config.chat_date)
-    if not is_ready(out, config.overwrite, meta):
+    if not folders.is_ready(out, config.overwrite, meta):
         write_task(config, out, meta, examples())
 
 
 def write_task(config, out, meta, examples):
-    """Writes {split: examples} as SPLIT.npz and, as they are, SPLIT.jsonl, one example per line.
+    """Writes {split: examples} as SPLIT.npz, and unchanged as SPLIT.jsonl, one example per line. The arrays of a split:
 
-    A row of tokens (N, T) is: document token, prompt, response, document token, padding; with a chat template the conversation,
-    response, stop_token, padding. Targets (N, T) are those of the next token (meta: aligned False; s5 has True): target i is
-    token i + 1 if that is one of the response or the token that ends it, else -1; with score_prompt the prompt's count too.
-    recur_mask (N, T) is True on the response, with recur_on_prompt on the prompt. lengths (N,) in tokens without padding;
-    prompt_lengths (N,) up to the first token of the response, which is what to decode from; steps (N,) is the depth. Examples
-    above `longest` tokens are left out with drop_longer; otherwise they are a ConfigError, before anything is written.
+    tokens (N, T): document token, prompt, response, document token, padding; with a chat template the conversation,
+    response, stop_token, padding. targets (N, T): those of the next token (meta: aligned False; s5 has True), so target i
+    is token i + 1 if that is in the response or ends it, else -1; with score_prompt the prompt is scored too.
+    recur_mask (N, T): True on the response, and with recur_on_prompt on the prompt. lengths (N,): tokens without padding.
+    prompt_lengths (N,): the tokens before the response, after which decoding starts. steps (N,): the depth.
 
-    With `pack` a row of train holds several examples, each as it would stand alone, and T is `pack`. Then N counts rows, meta
-    says how many, and prompt_lengths and steps, which belong to one example, are left out.
+    With `pack` a row of train holds several examples, each as it would stand alone, and T is
+    `pack`; N counts rows, and prompt_lengths and steps, which belong to one example, are left out.
     """
     meta = meta | {'pad_token': meta['document_token'], 'aligned': False, 'scores': {}}
     meta |= {'longest': {}, 'splits': {}, 'jsonl_sha256': {}}
-    encoded = {}
-    for split, rows in examples.items():
-        encoded[split] = keep_fitting(config, split, [encode_example(meta, example) for example in rows])
-    with work_folder(out) as work:
+    encoded = {split: encode_examples(config, meta, split, rows) for split, rows in examples.items()}
+    with folders.work_folder(out) as work:
         for split, kept in encoded.items():
-            counts, packed = {'examples': len(kept)}, config.pack and split == 'train'
-            lengths = np.array([len(example.ids) for example in kept])
-            rows = pack_rows(lengths, config.pack) if packed else [[i] for i in range(len(kept))]
-            width = config.pack if packed else max(lengths)
-            arrays = fill_rows(config, meta, [[kept[i] for i in row] for row in rows], width)
-            if packed:
+            counts, lengths = {'examples': len(kept)}, np.array([len(example.ids) for example in kept])
+            if config.pack and split == 'train':
+                rows = [[kept[i] for i in row] for row in pack_rows(lengths, config.pack)]
+                arrays = fill_rows(config, meta, rows, config.pack)
                 counts['rows'] = len(rows)
             else:
+                arrays = fill_rows(config, meta, [[example] for example in kept], max(lengths))
                 arrays['prompt_lengths'] = np.array([example.prompt_length for example in kept])
                 arrays['steps'] = np.array([example.raw['depth'] for example in kept])
             with open(f'{work}/{split}.jsonl', 'w', encoding='utf-8') as f:
                 f.writelines(json.dumps(example.raw, ensure_ascii=False) + '\n' for example in kept)
-            save_split(work, meta, split, arrays, counts)
-            meta['jsonl_sha256'][split] = file_sha256(f'{work}/{split}.jsonl')
-        publish(work, out, meta)
+            folders.save_split(work, meta, split, arrays, counts)
+            meta['jsonl_sha256'][split] = folders.file_sha256(f'{work}/{split}.jsonl')
+        folders.publish(work, out, meta)
 
 
 class Encoded(NamedTuple):
@@ -105,7 +95,7 @@ class Encoded(NamedTuple):
 
 
 def encode_example(meta, example):
-    """The tokens of an example: its prompt, or the conversation that asks it, its response, and an end."""
+    """An example as tokens: its prompt, or the conversation that asks it; its response; and the token that ends it."""
     question, end = example['prompt'], meta.get('stop_token', meta['document_token'])
     if 'chat_template' in meta:
         prompt = np.array(chat_tokens(meta, [{'role': 'user', 'content': question.strip()}]), meta['dtype'])
@@ -117,15 +107,15 @@ def encode_example(meta, example):
     return Encoded(example, np.concatenate([prompt, response, np.array([end], meta['dtype'])]), len(prompt))
 
 
-def keep_fitting(config, split, encoded):
-    """Those of the Encoded examples that have at most `longest` tokens; ConfigError where the others may not be left out, and
-    where a row of `pack` tokens is too short for one."""
+def encode_examples(config, meta, split, examples):
+    """The Encoded examples of at most `longest` tokens; ConfigError where the others may not be left out."""
+    encoded = [encode_example(meta, example) for example in examples]
     kept = [example for example in encoded if len(example.ids) <= (config.longest or math.inf)]
     if longer := len(encoded) - len(kept):
         if not config.drop_longer or not kept:
             why = f'{longer} of the {len(encoded)} examples of {split} are above longest={config.longest} tokens'
             longest = max(len(example.ids) for example in encoded)
-            raise ConfigError(f'{why}; take longest={longest}, the longest, or drop_longer=True where some fit.')
+            raise ConfigError(f'{why}; take longest={longest}, which fits all, or drop_longer=True where some fit.')
         print(f'{split}: left out {longer} examples above {config.longest} tokens')
     longest = max(len(example.ids) for example in kept)
     if split == 'train' and 0 < config.pack < longest:
@@ -134,8 +124,8 @@ def keep_fitting(config, split, encoded):
 
 
 def pack_rows(lengths, size):
-    """The examples (numbers) of each row of `size` tokens, by first fit decreasing: the longest first, each into the first row
-    that has room for it; of equals the earlier first."""
+    """The numbers of the examples in each row of `size` tokens, by first fit decreasing: the
+    longest example first, the earlier of equals, each into the first row that has room for it."""
     rows, room = [], np.full(len(lengths), size, np.int32)
     for i in np.argsort(-lengths, kind='stable').tolist():
         row = int(np.argmax(room[: len(rows) + 1] >= lengths[i]))  # after the last row there is an empty one
@@ -149,8 +139,7 @@ def fill_rows(config, meta, rows, width):
     """The arrays tokens, targets, recur_mask (N, T) and lengths (N,) of rows of Encoded examples; T = `width`."""
     tokens = np.full((len(rows), width), meta['pad_token'], meta['dtype'])
     targets = np.full(tokens.shape, -1, dtype=np.int16 if meta['vocab_size'] <= 2**15 else np.int32)
-    recur_mask = np.zeros(tokens.shape, dtype=bool)
-    lengths = np.zeros(len(rows), dtype=np.int64)
+    recur_mask, lengths = np.zeros(tokens.shape, dtype=bool), np.zeros(len(rows), dtype=np.int64)
     for n, row in enumerate(rows):
         start = 0
         for _, ids, prompt_length in row:

@@ -41,8 +41,8 @@ def load_tokenizer(name, text=None):
     """(function from a text to its ids, bytes of each id, {name: id} of the special tokens) of 'bytes', of the tiktoken
     encoding `name`, or of `text`, the content of a tokenizer.json. Special tokens have no bytes, and no text is encoded to one.
 
-    Raises ConfigError for what cannot be loaded. After the ids of a tokenizer.json comes one without bytes, for datasets that
-    need a document token of their own.
+    Raises ConfigError for what cannot be loaded. After the ids of a tokenizer.json comes one
+    without bytes, for datasets that need a document token of their own.
     """
     if name == 'bytes':
         return str.encode, [*(bytes([b]) for b in range(DOCUMENT_TOKEN)), b''], {'<|endoftext|>': DOCUMENT_TOKEN}
@@ -101,17 +101,14 @@ def without_prefix(part):
 
 def tokenizer_meta(name):
     """What meta.json says of a tokenizer: 'bytes', a tiktoken name, or a tokenizer.json or its folder, whose content it keeps.
-
     'token_bytes' are the bytes of each id, 0 for specials. 'document_token' is one of the special tokens, or where none fits
-    one id more. Raises ConfigError for what cannot be loaded.
-    """
+    one id more. Raises ConfigError for what cannot be loaded."""
     meta = {'tokenizer': name}
     if name != 'bytes' and (path := tokenizer_file(name)):
         with explaining(f'tokenizer={name} cannot be read', 'name a tokenizer.json or its folder'):
             meta = {'tokenizer': 'tokenizer.json', 'tokenizer_json': path.read_text('utf-8')}
     _, pieces, specials = load_tokenizer(meta['tokenizer'], meta.get('tokenizer_json'))
-    document = document_token(name, specials)
-    if document is None:
+    if (document := document_token(name, specials)) is None:
         document = len(pieces) - 1
     elif 'tokenizer_json' in meta:
         pieces = pieces[:-1]
@@ -120,8 +117,8 @@ def tokenizer_meta(name):
 
 
 def document_token(name, specials):
-    """The id that opens documents: what the files beside a tokenizer.json name, or else the special token ({name: id}) that is
-    called like one. None where there is none."""
+    """The id that opens documents: what the files beside a tokenizer.json name, or else the special
+    token ({name: id}) whose name says so. None where there is none."""
     words = {re.sub('[^a-z]', '', token.lower()): i for token, i in reversed(specials.items())}
     called = [specials.get(token) for token in DOCUMENT_NAMES] + [words.get(word) for word in DOCUMENT_WORDS]
     named = named_tokens(name, specials) if tokenizer_file(name) else ()
@@ -129,12 +126,12 @@ def document_token(name, specials):
 
 
 def named_tokens(name, specials):
-    """Ids of the tokens that the files beside a tokenizer.json name for the begin of a text, then those for its end. A token
+    """Ids of the tokens that the files beside a tokenizer.json name for the start of a text, then those for its end. A token
     that its chat template writes more than once in a conversation is left out: it divides turns, not documents."""
     configs = [read_beside(name, file) for file in ('tokenizer_config.json', 'config.json', 'generation_config.json')]
     template, text, names = read_template(name), '', {i: token for token, i in specials.items()}
     turns = [{'role': role, 'content': 'word'} for role in ('user', 'assistant') * 2]
-    with contextlib.suppress(ConfigError):  # whoever uses the template will hear of it
+    with contextlib.suppress(ConfigError):  # whoever uses the template will be told
         text = render(template, turns, False) if template else ''
     for kind, config in itertools.product(('bos', 'eos'), configs):
         for value in (config.get(f'{kind}_token'), config.get(f'{kind}_token_id')):
@@ -145,11 +142,9 @@ def named_tokens(name, specials):
 
 
 def encode(meta, text):
-    """Token ids (list of int) of `text` under the tokenizer of a dataset's meta.json.
-
-    'bytes': its UTF-8 bytes, whatever they spell, so never the document token; nor does another tokenizer make a special
-    token of a text. 'names': whitespace-separated names; ConfigError for a name that the vocabulary lacks.
-    """
+    """Token ids (list of int) of `text` under the tokenizer of a dataset's meta.json. 'bytes': its UTF-8 bytes, whatever they
+    spell, so never the document token; no other tokenizer makes a special token of a text either. 'names': whitespace-separated
+    names; ConfigError for a name that the vocabulary lacks."""
     if meta['tokenizer'] == 'names':
         ids = {name: i for i, name in enumerate(meta['names'])}
         for word in text.split():
@@ -178,10 +173,8 @@ class LossyError(ConfigError):
 
 
 def encode_document(meta, content, opens=True):
-    """Tokens of a document (bytes of UTF-8), the document token first, or of a later piece of one, without it.
-
-    Raises LossyError when decoding them does not give `content` back.
-    """
+    """Tokens of a document (bytes of UTF-8), the document token first, or of a later piece of one,
+    without it. Raises LossyError when decoding them does not give `content` back."""
     parts = [np.array([meta['document_token']] * opens, meta['dtype'])]
     if meta['tokenizer'] == 'bytes':
         return np.concatenate([*parts, np.frombuffer(content, np.uint8)], dtype=meta['dtype'])

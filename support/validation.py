@@ -19,9 +19,8 @@ def validate(model, data, config, schedule, process):
 
 @torch.no_grad()
 def evaluate(model, data, config, schedule, batches, process):
-    """Loss (nats per scored position) on the validation split of the newest output of every position under `schedule`; for
-    tasks also the accuracy of each score. All processes together see `batches` batches of the global batch size. A mean over
-    nothing is left out."""
+    """Loss (nats per scored position) on the validation split of the newest output of every position under `schedule`; of tasks
+    also the accuracy of each score. All processes share `batches` global batches. A mean over nothing is left out."""
     T = data.length('val', config.block_size)
     micro = config.micro_batch  # the shape that training runs: nothing compiles again
     begin, sums = process.rank * micro * config.accumulation, []
@@ -37,6 +36,6 @@ def evaluate(model, data, config, schedule, batches, process):
             for low, high in data.scores.values():
                 of_score = (y >= low) & (y < high)
                 pairs.append(((correct & of_score).sum(), of_score.sum()))
-            sums.append(torch.stack([torch.stack(pair).to(nll.dtype) for pair in pairs]))  # a number here would cost a wait
+            sums.append(torch.stack([torch.stack(pair).to(nll.dtype) for pair in pairs]))  # .item() would wait for the GPU
     totals = process.sum(torch.stack(sums).cpu().double().sum(0))
     return {name: a / b for name, (a, b) in zip(['loss', *data.scores], totals.tolist(), strict=True) if b}
