@@ -25,5 +25,5 @@ run_cell() { # RESULT MEASURED CONFIG FLAGS...: trains, measures, and keeps resu
         python eval.py --threads=1 --ckpt="$run" ${EVAL_FLAGS:-} >> "$run.txt" 2>&1 &&
         cp "$run/eval-$measured.json" "$result" || { echo "failed: see $run.txt"; return 1; }
 }
-run_cells() { xargs -P 2 -L 1 bash -c 'run_cell "$@"' _; } # of lines of its arguments, two at a time
+run_cells() { xargs -P "${JOBS:-2}" -L 1 bash -c 'run_cell "$@"' _; } # of lines of its arguments, JOBS (default 2) at a time
 export -f run_cell
