@@ -488,7 +488,7 @@ SEEDED, QUESTIONS = 'any number of examples, no network', 'network, or local fil
 DATASETS = {  # name: its settings, what makes it of the name and the settings, and its line in the list
     'text': (TextConfig, make_text, 'your text files, or the Python standard library: 12 MB, no network'),
     'fineweb_edu': (FineWebEduConfig, make_fineweb_edu, 'web pages: 20 or 200 GB, network; or parquet, jsonl, txt files'),
-    'tokenizer': (TokenizerConfig, make_tokenizer, 'no dataset but a tokenizer, trained on what fineweb_edu reads: byte-level BPE'),
+    'tokenizer': (TokenizerConfig, make_tokenizer, f'no dataset: a tokenizer, trained on what fineweb_edu reads: {QUESTIONS}'),
     's5': (S5Config, make_s5, f'permutations to compose and values to look up: {SEEDED}'),
     'variable_assignment': (AssignmentConfig, make_drawn, f'chains of aliases among distractors: {SEEDED}'),
     'pathfinding': (PathConfig, make_drawn, f'the unique shortest path through a layered graph: {SEEDED}'),
