@@ -303,7 +303,7 @@ def test_an_interrupt_leaves_nothing(corpus, tmp_path, capsys, monkeypatch, at):
 def test_an_interrupt_is_heard_while_the_library_works(tmp_path):
     """It works in a thread: here one that would go on for a minute."""
     code = 'import time; from configurator import reporting; from support.bpe import interruptible\n'
-    code += 'with reporting():\n    print("begun", flush=True); interruptible(lambda: time.sleep(60))'
+    code += 'with reporting():\n    interruptible(lambda: (print("begun", flush=True), time.sleep(60)))'
     process = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == b'begun\n'
     process.send_signal(signal.SIGINT)
