@@ -2,6 +2,7 @@
 
     python prepare_data.py text                        text files; the Python standard library if no source is named
     python prepare_data.py fineweb_edu --source=PATH   a corpus of parquet, jsonl or txt files; the hub's if no source is named
+    python prepare_data.py tokenizer --source=PATH     no dataset but a tokenizer, trained on what fineweb_edu reads
     python prepare_data.py s5 --group=3                permutation state tracking with retrieval, made from a seed
     python prepare_data.py gsm8k --source=PATH         questions and answers of jsonl, json or parquet files, or of the hub
     python prepare_data.py text --help                 the keys of one dataset
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse, reporting, within
 from support import folders
+from support.bpe import TokenizerConfig, make_tokenizer
 from support.corpus import FineWebEduConfig, make_fineweb_edu
 from support.files import find_files
 from support.questions import QuestionConfig, make_questions
@@ -482,6 +484,7 @@ SEEDED, QUESTIONS = 'any number of examples, no network', 'network, or local fil
 DATASETS = {  # name: its settings, the function that makes it from the name and the settings, its line in the list
     'text': (TextConfig, make_text, 'your text files, or the Python standard library: 12 MB, no network'),
     'fineweb_edu': (FineWebEduConfig, make_fineweb_edu, 'web pages: 20 or 200 GB, network; or parquet, jsonl, txt files'),
+    'tokenizer': (TokenizerConfig, make_tokenizer, f'no dataset: a tokenizer, trained on what fineweb_edu reads: {QUESTIONS}'),
     's5': (S5Config, make_s5, f'permutations to compose and values to look up: {SEEDED}'),
     'variable_assignment': (AssignmentConfig, make_drawn, f'chains of aliases among distractors: {SEEDED}'),
     'pathfinding': (PathConfig, make_drawn, f'the unique shortest path through a layered graph: {SEEDED}'),

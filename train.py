@@ -401,7 +401,7 @@ def open_data(config, process):
     pretrained = config.init_from.startswith('hf:')
     if pretrained:
         take_pretrained_settings(config)
-    data = Dataset(config.data_dir)
+    data = Dataset(config.data_dir, 0 if pretrained else config.vocab_size)
     data.complete(config)
     config.check()
     if pretrained:

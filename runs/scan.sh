@@ -10,7 +10,7 @@ common="--init_from=auto --threads=1"
 
 run_part() { # PART MEASURED SEEDS FLAGS: runs `cells`
     for seed in $3; do
-        for cell in "${cells[@]}"; do echo "results/scan_$1/${cell/ /-$seed.json $2 } $common --seed=$seed $4"; done
+        for cell in "${cells[@]}"; do echo "results/scan_$1/${cell/ /-$seed.json $2 } $4 $common --seed=$seed"; done
     done | run_cells
     python eval.py --study="results/scan_$1"
 }

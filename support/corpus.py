@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from configurator import ConfigError, explaining, key
+from configurator import ConfigError, convert, explaining, key, read_config_file
 from support import readers
 from support.files import PACKED, ending
 from support.folders import VAL_BOUNDS, announce, clear, is_ready, settings_of, source_names, write_json
@@ -42,6 +42,7 @@ class FineWebEduConfig:
         0.001, 'share of the documents that goes to val; a single txt file is cut, at 5% by default', bounds=VAL_BOUNDS
     )
     max_lost: float = key(0.1, 'share of the documents that may be kept out because they cannot be read', bounds=(0, 1))
+    config: str = key('', 'a config of train.py that the data are for; a tokenizer too large for its vocab_size is refused')
     out: str = key('data/fineweb_edu', 'the folder to write')
     overwrite: bool = key(False, 'replace what `out` holds, unfinished work too')
 
@@ -61,8 +62,10 @@ def make_fineweb_edu(_, config):
     """
     # 1. What is asked for, and how much of it is there.
     meta = tokenizer_meta(config.tokenizer)
+    if config.config:
+        check_vocabulary(config, meta['vocab_size'])
     source = source_names(config.source, f'HuggingFaceFW/fineweb-edu sample-{config.subset}')
-    wanted = {'kind': 'text', 'source': source, 'settings': settings_of(config, 'workers', 'max_lost')} | meta
+    wanted = {'kind': 'text', 'source': source, 'settings': settings_of(config, 'workers', 'max_lost', 'config')} | meta
     path = os.path.join(config.out, 'unfinished.json')
     if not (state := resume(config, path, wanted)):
         return
@@ -103,6 +106,15 @@ def make_fineweb_edu(_, config):
     write_json(f'{config.out}/meta.json', wanted | {'splits': splits})
     os.remove(path)
     announce(config.out, splits)
+
+
+def check_vocabulary(config, size):
+    """ConfigError where a tokenizer of `size` ids is too large for the vocab_size that the config of train.py states."""
+    stated = convert('vocab_size', read_config_file(config.config).get('vocab_size', 0), 0)
+    if 0 < stated < size:
+        why = f'tokenizer={config.tokenizer} has {size} ids, above vocab_size={stated} of {config.config}'
+        how = f'`python prepare_data.py tokenizer --vocab_size={stated}` makes one that fits'
+        raise ConfigError(f'{why}; {how}, and --tokenizer=data/tokenizer takes it.')
 
 
 def resume(config, path, wanted):

@@ -37,13 +37,16 @@ class Stream:
 class Dataset:
     """A folder of prepare_data.py. Batches are a pure function of (split, seed, step, sample)."""
 
-    def __init__(self, folder):
-        """Raises ConfigError when the folder holds no dataset."""
+    def __init__(self, folder, vocab_size=0):
+        """Raises ConfigError when the folder holds no dataset; vocab_size: what a model wants, for the remedy."""
         self.folder = folder
         path = os.path.join(folder, 'meta.json')
         if not os.path.exists(path):
-            remedy = 'make one with prepare_data.py (without arguments it lists them)'
-            raise ConfigError(f'data_dir={folder} holds no dataset; {remedy}.')
+            how = 'make one with prepare_data.py (without arguments it lists them)'
+            if vocab_size:
+                how = f'for vocab_size={vocab_size} run `python prepare_data.py tokenizer --vocab_size={vocab_size}`, and then '
+                how += f'`python prepare_data.py fineweb_edu --tokenizer=data/tokenizer --out={folder}`'
+            raise ConfigError(f'data_dir={folder} holds no dataset; {how}.')
         with explaining(f'{path} cannot be read', REMEDY), open(path, 'rb') as f:
             self.meta = json.load(f)
             self.is_text = {'text': True, 'task': False}[self.meta['kind']]
