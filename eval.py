@@ -248,7 +248,7 @@ def batch_windows(n_tokens, T, config):
 def pass_schedules(schedule):
     """{name: schedule that ends with this pass over all positions}, the initial pass first; {} where there is none."""
     if schedule.schedule == 'jacobi':
-        return {f'pass {k}': Schedule('jacobi', k, 1) for k in range(schedule.d_forward + 1)}
+        return {f'pass {k}': Schedule('jacobi', k, 1, scan=schedule.scan) for k in range(schedule.d_forward + 1)}
     return {'pass 0': Schedule(), 'all passes': schedule} if schedule.initial else {}
 
 
