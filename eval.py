@@ -52,7 +52,7 @@ class EvalConfig:
     max_batches: int = key(0, 'batches at most; 0 takes the whole split', bounds=(0, 2**31))
     show: int = key(0, 'tasks made of text: print prompt, answer and target of so many examples', bounds=(0, 2**31))
     passes: bool = key(False, 'text: also bits per byte of each pass of the training schedule')
-    exact: str = key('auto', 'decoding; auto iterates prompts and texts above 256 tokens', ('auto', 'sequential', 'jacobi'))
+    exact: str = key('auto', 'exact decoding; auto: jacobi for prompts, or above 256 tokens', ('auto', 'sequential', 'jacobi'))
     chat: bool = key(True, 'lm_eval of hf:FOLDER: False ignores a chat template that does not work')
     dtype: str = key('auto', 'of decoding; auto is bfloat16 on CUDA; a schedule is scored in float32 or float64', DTYPES)
     device: str = key('auto', 'cpu, cuda or mps; auto takes a GPU where there is one')

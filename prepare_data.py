@@ -147,7 +147,7 @@ class S5Config:
     group: int = key(5, 'n of the permutation group S_n', bounds=(2, 5))
     actions: str = key('all', 'all elements, or generators: adjacent transpositions and the n-cycle', ('all', 'generators'))
     steps: str = key('1-8', 'actions per example of train and val: a number or a range')
-    test_steps: str = key('', 'actions per example of test; empty: as in training')
+    test_steps: str = key('', 'actions per example of test, which may be more; empty: as in training')
     length_bias: float = key(0.0, 'a length of s steps is drawn with weight s^-length_bias; 0: evenly', bounds=(0, 10))
     retrieval: bool = key(True, 'a dictionary comes first, and every action asks for values in it')
     retrieve_by: str = key('action', 'looked up: the action, or the state after it (then all are keys)', ('action', 'state'))

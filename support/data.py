@@ -35,7 +35,7 @@ class Stream:
 
 
 class Dataset:
-    """A folder of prepare_data.py. Batches are a pure function of (split, seed, step, sample)."""
+    """A dataset's folder. Batches are a pure function of (split, seed, step, sample)."""
 
     def __init__(self, folder, vocab_size=0):
         """Raises ConfigError when the folder holds no dataset; vocab_size: what a model wants, for the remedy."""
@@ -110,7 +110,7 @@ class Dataset:
         return self.starts[name]
 
     def complete(self, config):
-        """Sets reset_token and vocab_size by the data; ConfigError for data that do not fit."""
+        """Sets reset_token and vocab_size from the data; ConfigError for data that do not fit."""
         config.reset_token = self.reset_token(config)
         if config.vocab_size and config.vocab_size < self.vocab_size:
             why = f'vocab_size={config.vocab_size} is too small for {self.folder}, which has {self.vocab_size} tokens'

@@ -246,7 +246,7 @@ def far_accuracies(result):
 
 
 def study_row(results):
-    """(what ranks a cell, rising; {score: mean over seeds}; {column: text}), bits per byte or accuracies."""
+    """(what ranks a cell, lowest first; {score: mean over seeds}; {column: text}), bits per byte or accuracies."""
     first, n_seeds = results[0], len(results)
     flops = {'FLOPs, 1e12': f'{first["training_flops"] / 1e12:,.0f}'}
     size = {'parameters': f'{first["parameters"]:,}', 'seeds': str(n_seeds)}

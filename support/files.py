@@ -86,7 +86,7 @@ def match_source(source):
 
 
 def folders_below(root, enters):
-    """Yields (folder, names of its files) of `root` and what it `enters` below, each once, linked folders last."""
+    """Yields (folder, names of its files) of `root` and of the folders below that it `enters`, each once, linked ones last."""
     waiting, seen = deque([root]), set()
 
     def stop(error):

@@ -9,7 +9,7 @@ TOLERANCE = 0.02  # of the largest value: several roundings of bfloat16, and far
 
 
 def masked_passes(config, schedule, T):
-    """A pass, a range of positions, for each length above one of passes over T that need a mask."""
+    """One pass, a range of positions, for each length above 1 of passes over T that need a mask."""
     passes = {len(p.positions): p.positions for p in schedule.passes(T) if len(p.positions) > 1}
     return [p for n, p in passes.items() if n < T or config.document_attention or not schedule.initial]
 

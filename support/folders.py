@@ -23,7 +23,7 @@ def file_sha256(path):
 
 
 def settings_of(config, *left_out):
-    """The settings that decide what a dataset holds; of ADDED_LATER those that are set."""
+    """The settings that decide what a dataset holds; those of ADDED_LATER only where they are not at their default."""
     settings = asdict(config)
     later = [name for name in ADDED_LATER if name in settings and settings[name] == getattr(type(config), name)]
     return {name: value for name, value in settings.items() if name not in (*left_out, *later, 'out', 'overwrite')}

@@ -65,7 +65,7 @@ def split_request(meta, context, continuation):
 
 
 def harness(model, meta, batch_size, results, generate, opens=True):
-    """Our model as one of the lm-eval harness (optional: pip install lm-eval). results (ResumableResults): what an interrupted
+    """Our model for the lm-eval harness (optional: pip install lm-eval). results (ResumableResults): what an interrupted
     run has measured. generate(model, meta, prompts, max_tokens, temperature, stops): the texts that are decoded after prompts
     (ids). opens: the document token comes before every text, as in our training; else only where there is no context at all."""
     LM = import_optional('lm_eval.api.model', 'lm-eval').LM

@@ -41,7 +41,7 @@ class Progress:
         self.since, self.counted_from = time.perf_counter(), step
 
     def speed(self, step):
-        """Steps per second since the clock was started, which starts again."""
+        """Steps per second since the clock was started; restarts it."""
         speed = (step - self.counted_from) / (time.perf_counter() - self.since)
         self.restart_clock(step)
         return speed
