@@ -136,9 +136,8 @@ def score_task(model, data, split, schedule, config, results):
     return scores
 
 
-@torch.inference_mode()
 def guessing(arrays, scores):
-    """{score: accuracy of a guess}: of any value, or of the one that an example shows most often, whichever is right more often."""
+    """{score: accuracy of a guess}: of any value, or of the one that an example shows most often, whichever is better."""
     accuracies = {}
     for name, (first, end) in scores.items():
         tokens, targets = arrays['tokens'].astype(int), arrays['targets']
@@ -148,6 +147,7 @@ def guessing(arrays, scores):
     return accuracies
 
 
+@torch.inference_mode()
 def score_answers(model, data, split, config, results):
     """{'exact_match', 'by_depth': {depth: share}, 'answers': how many, 'cut': how many of them}.
 
