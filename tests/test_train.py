@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import trial
+from conftest import made_once, trial
 
 import prepare_data
 import train
@@ -125,13 +125,16 @@ def command(config):
 
 # Resume
 
+# One layer, and no exact evaluation: its passes of one token are further shapes, each of which takes seconds to compile.
+COMPILED = {'compile': True, 'n_layer': 1, 'l_start': 0, 'l_end': 0, 'eval_exact_batches': 0}
+
 
 @pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('name', ARCHITECTURES)
 @pytest.mark.fault('a restart half way', 'the uninterrupted run, bit for bit')
 def test_resumed_equals_uninterrupted(folders, tmp_path, name, compiled):
     """10 steps, a restart and 10 more are 20 steps, bit for bit."""
-    changed = ARCHITECTURES[name] | ({'compile': True, 'n_layer': 1, 'l_start': 0, 'l_end': 0} if compiled else {})
+    changed = ARCHITECTURES[name] | (COMPILED if compiled else {})
     if compiled and name == 'lrt':
         changed |= {'source_layer': 0}
     torch._dynamo.reset()
@@ -568,15 +571,18 @@ def on_two_processes(configs):
 @pytest.fixture(scope='module')
 def two_processes(folders, tmp_path_factory):
     """{name: (out_dir of one process, out_dir of two)} for every cell of GRID."""
-    root = tmp_path_factory.mktemp('ddp')
-    single, pair = {}, {}
-    for i, (name, changed) in enumerate(GRID.items()):
-        single[name] = settings(folders, root / f'{i}-one', **changed)
-        pair[name] = replace(single[name], out_dir=str(root / f'{i}-two'))
-    for config in single.values():
-        train.train(config)
-    on_two_processes(list(pair.values()))
-    return {name: (single[name].out_dir, pair[name].out_dir) for name in GRID}
+
+    def make(root):
+        single, pair = [], []
+        for i, changed in enumerate(GRID.values()):
+            single.append(settings(folders, root / f'{i}-one', **changed))
+            pair.append(replace(single[-1], out_dir=str(root / f'{i}-two')))
+        for config in single:
+            train.train(config)
+        on_two_processes(pair)
+
+    root = made_once(tmp_path_factory, 'ddp', make)
+    return {name: (str(root / f'{i}-one'), str(root / f'{i}-two')) for i, name in enumerate(GRID)}
 
 
 @pytest.mark.parametrize('name', GRID)
@@ -642,7 +648,7 @@ def launch(n, config, **more):
 def test_torchrun_compiled_and_plain_exchange_checkpoints(folders, tmp_path):
     """Two compiled processes, then one plain process, then two compiled ones again: the keys never change, and the curve is
     that of one plain process."""
-    small = {'n_layer': 1, 'l_start': 0, 'l_end': 0, 'batch_size': 8}  # the shapes that are compiled for a restart half way
+    small = COMPILED | {'compile': False, 'batch_size': 8}  # the shapes that are compiled for a restart half way
     config = settings(folders, tmp_path / 'mixed', **ARCHITECTURES['t2mlr'] | small)
     train.train(replace(config, out_dir=str(tmp_path / 'plain')))
     done = launch(2, replace(config, compile=True, max_steps=8))
@@ -1237,8 +1243,14 @@ def test_only_the_first_process_opens_a_tracker():
 @pytest.mark.parametrize('path', all_configs(), ids=lambda p: p.stem)
 def test_every_config_describes_a_model(path, capsys, monkeypatch):
     """Each opens with a comment, builds without weights, and its dry run agrees with counting the parameters."""
-    short = lambda config: count_memory(replace(config, block_size=min(config.block_size, 64)))  # noqa: E731
-    monkeypatch.setattr(accounting, 'count_memory', short)  # its figures have a test of their own, and long contexts take long
+    # The figures of count_memory have a test of their own; it takes long for long contexts and deep models.
+    shallow = dict(n_layer=4, l_start=1, l_end=2, source_layer=2)
+
+    def short(config):
+        changed = shallow if config.n_layer > 4 else {}
+        return count_memory(replace(config, block_size=min(config.block_size, 64), **changed))
+
+    monkeypatch.setattr(accounting, 'count_memory', short)
     assert path.read_text().startswith('# ')
     config = described(path)
     config.check()
