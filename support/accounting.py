@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import os
+import sys
 import weakref
 from dataclasses import replace
 
@@ -14,8 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import ConfigError
 from model import build, listed_parameters, recurrence_parameters
+from support.data import DOCUMENT, Dataset
 from support.masks import attend
 from support.optimizers import freeze_base, make_optimizers
+from support.pretrained import take_pretrained_settings
+from support.processes import warn
 
 
 def count_parameters(model):
@@ -110,7 +115,7 @@ def check_memory(config, T):
         raise ConfigError(
             f'a step needs at least {need / 2**30:,.1f} GiB for weights, gradients, moments and {rows} sequences, and '
             f'{free / 2**30:,.1f} GiB are free; take a smaller n_layer={config.n_layer}, n_embd={config.n_embd} or '
-            f'batch_size={config.batch_size}, and see --dry_run=True.'
+            f'device_batch_size={rows}, and see --dry_run=True.'
         )
 
 
@@ -161,9 +166,14 @@ def count_memory(config):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        def make_gradients():
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+
+        make_gradients()
         step()  # from now on there are moments
+        if config.processes > 1 or config.accumulation > 1:  # the last micro-batch adds to them; buckets of DDP stay as well
+            make_gradients()
         tokens = torch.zeros(config.micro_batch, config.block_size, dtype=torch.long)
         counts = torch.ones(len(model.scored_passes(config, config.block_size)))
         with torch.autocast('cpu', torch.bfloat16, enabled=config.dtype == 'bfloat16'):
@@ -173,7 +183,26 @@ def count_memory(config):
 
 
 def dry_run(config):
-    """Prints parameters by part, the recurrence's share, FLOPs per token and memory, from weights that hold none."""
+    """Prints what the model holds and costs; as the first process. Needs no data where the vocabulary is given, and fetches no
+    weights."""
+    if config.init_from.startswith('hf:'):
+        if os.path.isdir(config.init_from[3:]):
+            take_pretrained_settings(config)
+        else:
+            config.check_model()
+            print(f'{config.init_from[3:]} is no folder here: this is the shape that the settings state.', file=sys.stderr)
+    if not config.vocab_size and os.path.exists(os.path.join(config.data_dir, 'meta.json')):
+        Dataset(config.data_dir).complete(config)
+    if not config.vocab_size:
+        raise ConfigError(f'vocab_size=0 needs a dataset, and data_dir={config.data_dir} holds none; give a number.')
+    if config.reset_token == DOCUMENT:  # without data; whichever token it is, the cost is the same
+        config.reset_token = 0 if config.architecture == 'gpt' else -1
+    if os.environ.get('RANK', '0') == '0':
+        print_costs(config)
+
+
+def print_costs(config):
+    """Parameters by part, the recurrence's share, FLOPs per token and memory, from weights that hold none."""
     with torch.device('meta'):
         model = build(config)
     parts, flops = count_parameters(model), count_flops(model, config, config.block_size)
@@ -188,13 +217,19 @@ def dry_run(config):
         ('decode', 'decoded token', 'plain_forward'),
     ):
         print(f'{label:<18}{flops[name]:>16.4g}{flops[name] / flops[plain]:>9.2f}')
-    if config.dtype == 'auto':
-        config.dtype = 'bfloat16' if config.device.startswith('cuda') else 'float32'
-    memory = count_memory(config)
-    print(f'\nmemory of tensors, {config.micro_batch} sequences at a time, {config.dtype}, as on CPU without compile')
+    if config.dtype == 'auto':  # which device the run will have, only its settings can say
+        config.dtype = 'float32' if config.device in ('cpu', 'mps') else 'bfloat16'
+    memory, limit = count_memory(config), config.device_memory * 1e9
+    parts = f'one of {config.processes} processes, {config.accumulation} x {config.micro_batch} sequences, {config.dtype}'
+    print(f'\nmemory of tensors, {parts}, as on CPU without compile')
     for part, size in memory.items():
         print(f'{part:<18}{size / 2**20:>16,.0f} MiB')
+    share = f'{memory["peak"] / limit:>8.0%} of device_memory={config.device_memory:g} GB'
+    print(f'{"limit":<18}{limit / 2**20:>16,.0f} MiB{share}')
+    if memory['peak'] > limit:
+        warn(f'a step does not fit; take a device_batch_size below {config.micro_batch}, or --activation_checkpointing=True.')
     if config.json:
         report = {'parameters': parts, 'total_parameters': total, 'recurrence_share': share}
-        report |= {f'{k}_flops_per_token': v for k, v in flops.items()} | {'step_flops_ratio': ratio, 'memory': memory}
+        report |= {f'{k}_flops_per_token': v for k, v in flops.items()}
+        report |= {'step_flops_ratio': ratio, 'memory': memory, 'memory_limit': limit}
         print(json.dumps(report))
