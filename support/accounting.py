@@ -150,7 +150,9 @@ class Allocations(TorchDispatchMode):
 
 def count_memory(config):
     """Bytes of tensors in a step of one process: {'weights', 'optimiser', 'peak'}, the last with those and all that the
-    passes keep for the backward. A step runs on tensors that have shapes and no content."""
+    passes keep for the backward. A step runs on tensors that have shapes and no content; the shards of weights, gradients and
+    moments are added to it, beside the weights and gradients that a sharded model holds whole for as long as a step runs."""
+    shards = config.processes if config.shard else 1
     config = replace(config, jacobi_tol=0.0)  # what no content can decide: all passes run
     with FakeTensorMode(), Allocations() as allocations:
         torch.set_default_dtype(torch.float64 if config.dtype == 'float64' else torch.float32)
@@ -172,14 +174,23 @@ def count_memory(config):
 
         make_gradients()
         step()  # from now on there are moments
-        if config.processes > 1 or config.accumulation > 1:  # the last micro-batch adds to them; buckets of DDP stay as well
+        optimiser = allocations.now - weights
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        if shards > 1:
+            optimizers.clear()
+            for module in model.blocks.modules() if config.dtype == 'bfloat16' else ():  # as they are gathered
+                for name, p in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, torch.nn.Parameter(p.detach().bfloat16(), p.requires_grad) if p.dim() else p)
+            allocations.peak = allocations.now
+        elif config.processes > 1 or config.accumulation > 1:  # micro-batches add to them; DDP keeps its buckets as well
             make_gradients()
         tokens = torch.zeros(config.micro_batch, config.block_size, dtype=torch.long)
         counts = torch.ones(len(model.scored_passes(config, config.block_size)))
         with torch.autocast('cpu', torch.bfloat16, enabled=config.dtype == 'bfloat16'):
             model(tokens, tokens, config, None, counts)[0].backward()
         step()
-        return {'weights': weights, 'optimiser': allocations.now - weights, 'peak': allocations.peak}
+        peak = allocations.peak + ((weights + trained + optimiser) // shards if shards > 1 else 0)
+        return {'weights': weights // shards, 'optimiser': optimiser // shards, 'peak': peak}
 
 
 def dry_run(config):
@@ -227,7 +238,8 @@ def print_costs(config):
     share = f'{memory["peak"] / limit:>8.0%} of device_memory={config.device_memory:g} GB'
     print(f'{"limit":<18}{limit / 2**20:>16,.0f} MiB{share}')
     if memory['peak'] > limit:
-        warn(f'a step does not fit; take a device_batch_size below {config.micro_batch}, or --activation_checkpointing=True.')
+        smaller = f'a device_batch_size below {config.micro_batch}, ' if config.micro_batch > 1 else ''
+        warn(f'a step does not fit; take {smaller}--activation_checkpointing=True or --shard=True.')
     if config.json:
         report = {'parameters': parts, 'total_parameters': total, 'recurrence_share': share}
         report |= {f'{k}_flops_per_token': v for k, v in flops.items()}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_train import LRT, T2MLR, launch, log_of, losses, make_text, on_two_processes, settings
+from test_train import LRT, T2MLR, launch, log_of, losses, make_text, on_two_processes, same_bits, settings
 
 import prepare_data
 import train
@@ -142,7 +142,10 @@ def test_a_dry_run_puts_the_peak_beside_the_memory_of_a_device(capsys):
     found, out, err = described(capsys, '--device_memory=1', '--batch_size=65536')
     assert found['memory']['peak'] > found['memory_limit'] == 1e9
     assert f'{found["memory"]["peak"] / 1e9:.0%} of device_memory=1 GB' in out
-    assert 'take a device_batch_size below 65536' in err and len(err.splitlines()) == 1
+    assert (
+        'take a device_batch_size below 65536, --activation_checkpointing=True or --shard=True.' in err
+        and len(err.splitlines()) == 1
+    )
 
 
 def test_gradients_stay_while_micro_batches_run():
@@ -153,6 +156,19 @@ def test_gradients_stay_while_micro_batches_run():
     several = count_memory(replace(config, device_batch_size=2))['peak']
     shared = count_memory(replace(config, dry_run=True, world_size=4))['peak']
     assert several == shared and weights / 2 < several - one < 1.5 * weights
+
+
+def test_a_dry_run_of_shards_divides_what_stays_and_adds_what_is_gathered():
+    """Weights and moments by the number of processes; the peak falls by the rest of the moments, not by the activations."""
+    config = TrainConfig(vocab_size=4096, n_layer=1, n_embd=128, n_head=2, block_size=64, batch_size=64, dtype='float32')
+    config = replace(config, dry_run=True, device_batch_size=1)
+    whole = count_memory(replace(config, world_size=8))
+    few, many = (count_memory(replace(config, world_size=n, shard=True)) for n in (8, 64))
+    assert few['weights'] == whole['weights'] // 8 and many['optimiser'] == whole['optimiser'] // 64
+    held = whole['weights'] * 2 + whole['optimiser']  # the gradients are as large as the weights
+    assert few['peak'] - many['peak'] == pytest.approx(held / 8 - held / 64, rel=1e-2)
+    assert whole['peak'] - few['peak'] < whole['optimiser'] + whole['weights']
+    assert few['peak'] > 2 * whole['weights'] and many['peak'] < whole['peak']
 
 
 # Shards
@@ -222,3 +238,41 @@ def test_sharded_equals_one_process(shards, name):
     a, b = (read_checkpoint(f'{out}/ckpt.pt') for out in (one, two))
     for part in ('model', 'optimizers'):
         assert_close(a[part], b[part], 1e-9)
+
+
+def stages(folders, root, *settings_of_stages, **common):
+    """Runs one training in stages of 4 steps, each with its own number of processes and settings; returns out_dir."""
+    config = settings(folders, root, dtype='float64', eval_interval=4, decay_steps=16, **common)
+    for i, (processes, changed) in enumerate(settings_of_stages):
+        stage = replace(config, max_steps=4 * i + 4, init_from='auto', **changed)
+        if processes == 1:
+            train.train(stage)
+        else:
+            on_two_processes([stage])
+    return root
+
+
+@pytest.mark.parametrize('common', [JACOBI, INTERLEAVED | {'optimizer': 'muon'}], ids=['t2mlr', 'lrt, muon'])
+@pytest.mark.fault('sharded, averaged and single processes, in turns', 'one curve and checkpoint, to 1e-9')
+def test_checkpoints_go_between_sharded_averaged_and_single_runs(folders, tmp_path, common):
+    single, averaged, sharded = (1, {}), (2, {}), (2, {'shard': True})
+    one = stages(folders, tmp_path / 'one', *[single] * 4, **common)
+    mixed = stages(folders, tmp_path / 'mixed', sharded, single, sharded, averaged, **common)
+    again = stages(folders, tmp_path / 'again', averaged, sharded, (1, {'shard': True}), sharded, **common)
+    for other in (mixed, again):
+        np.testing.assert_allclose(losses(other), losses(one), rtol=1e-9, atol=1e-9)
+        a, b = (read_checkpoint(out / 'ckpt.pt') for out in (one, other))
+        for part in ('model', 'optimizers'):
+            assert_close(a[part], b[part], 1e-9)
+
+
+def test_a_sharded_run_resumes_bit_for_bit_and_skips_as_one(folders, tmp_path):
+    """Steps whose loss is not finite in one process are skipped in both; the clock of the first asks both for a checkpoint."""
+    common = INTERLEAVED | {'optimizer': 'muon', 'data': 'task', 'shard': True}
+    whole = settings(folders, tmp_path / 'whole', max_steps=12, **common)
+    parts = replace(whole, out_dir=str(tmp_path / 'parts'), max_steps=5, save_minutes=1e-6)
+    resumed = replace(parts, max_steps=12, init_from='resume')
+    on_two_processes([whole, parts, resumed])
+    assert log_of(parts.out_dir)[-2:] == log_of(whole.out_dir)[-2:]
+    a, b = (read_checkpoint(f'{c.out_dir}/ckpt.pt') for c in (whole, resumed))
+    assert same_bits(a['model'], b['model']) and same_bits(a['optimizers'], b['optimizers'])

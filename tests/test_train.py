@@ -531,7 +531,7 @@ models, make = [], train.build
 train.build = lambda config: models.append(make(config)) or models[-1]
 for config, port in zip(configs, ports):
     os.environ['MASTER_PORT'] = str(port)
-    train.train(train.TrainConfig(**config))
+    train.train(train.TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}))
     torch.save(models[-1].state_dict(), f"{config['out_dir']}/rank{os.environ['RANK']}.pt")
 """
 
