@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from test_train import LRT, T2MLR, launch, log_of, losses, make_text, on_two_processes, same_bits, settings
+from test_train_faults import with_targets
 
 import prepare_data
 import train
@@ -266,13 +267,28 @@ def test_checkpoints_go_between_sharded_averaged_and_single_runs(folders, tmp_pa
             assert_close(a[part], b[part], 1e-9)
 
 
-def test_a_sharded_run_resumes_bit_for_bit_and_skips_as_one(folders, tmp_path):
-    """Steps whose loss is not finite in one process are skipped in both; the clock of the first asks both for a checkpoint."""
-    common = INTERLEAVED | {'optimizer': 'muon', 'data': 'task', 'shard': True}
-    whole = settings(folders, tmp_path / 'whole', max_steps=12, **common)
-    parts = replace(whole, out_dir=str(tmp_path / 'parts'), max_steps=5, save_minutes=1e-6)
-    resumed = replace(parts, max_steps=12, init_from='resume')
+def test_a_sharded_run_skips_and_resumes_as_one(folders, tmp_path):
+    """Batches of which one process, or both, score nothing; the clock of the first process asks both for a checkpoint; a run
+    in two parts is the whole one, bit for bit."""
+
+    def change(targets):
+        targets[: len(targets) * 3 // 4] = -1
+
+    folder = with_targets(folders, tmp_path, change)
+    common = INTERLEAVED | {'optimizer': 'muon', 'data': 'task', 'dtype': 'float64', 'max_steps': 14}
+    one = settings(folder, tmp_path / 'one', **common)
+    whole = replace(one, out_dir=str(tmp_path / 'whole'), shard=True)
+    parts = replace(whole, out_dir=str(tmp_path / 'parts'), max_steps=7, save_minutes=1e-6)
+    resumed = replace(parts, max_steps=14, init_from='resume')
+    train.train(one)
     on_two_processes([whole, parts, resumed])
-    assert log_of(parts.out_dir)[-2:] == log_of(whole.out_dir)[-2:]
+    skipped = [[line.get('skipped') for line in log_of(c.out_dir)] for c in (one, whole)]
+    assert skipped[0] == skipped[1] and 0 < skipped[0][-2] < 14
+    np.testing.assert_allclose(losses(whole.out_dir), losses(one.out_dir), rtol=1e-9, atol=1e-9)
     a, b = (read_checkpoint(f'{c.out_dir}/ckpt.pt') for c in (whole, resumed))
     assert same_bits(a['model'], b['model']) and same_bits(a['optimizers'], b['optimizers'])
+
+
+def test_shards_need_layers():
+    with pytest.raises(ConfigError, match='shard=True .* architecture=lstm'):
+        TrainConfig(architecture='lstm', shard=True).check()
