@@ -235,8 +235,8 @@ def print_costs(config):
     print(f'\nmemory of tensors, {parts}, as on CPU without compile')
     for part, size in memory.items():
         print(f'{part:<18}{size / 2**20:>16,.0f} MiB')
-    share = f'{memory["peak"] / limit:>8.0%} of device_memory={config.device_memory:g} GB'
-    print(f'{"limit":<18}{limit / 2**20:>16,.0f} MiB{share}')
+    part = f'{memory["peak"] / limit:>8.0%} of device_memory={config.device_memory:g} GB'
+    print(f'{"limit":<18}{limit / 2**20:>16,.0f} MiB{part}')
     if memory['peak'] > limit:
         smaller = f'a device_batch_size below {config.micro_batch}, ' if config.micro_batch > 1 else ''
         warn(f'a step does not fit; take {smaller}--activation_checkpointing=True or --shard=True.')

@@ -1268,6 +1268,7 @@ def test_the_dry_run_of_a_billion_parameters_allocates_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found['memory']['peak'] < 0.9 * found['memory_limit']  # of a GPU, whatever their number
     assert 1.3e9 < found['total_parameters'] < 1.35e9 and 0.005 < found['recurrence_share'] < 0.01
     for part in ('embedding', 'attention', 'MLP', 'recurrence', 'total', 'training step'):
         assert part in done.stdout
