@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there would print a traceback
 
@@ -248,9 +248,8 @@ def full_schedule(config, step):
     if config.d_forward_start < 0 or step >= config.d_forward_steps:
         return config
     grown = config.d_forward_start + (config.d_forward - config.d_forward_start) * step // config.d_forward_steps
-    values = {f.name: getattr(config, f.name) for f in fields(Schedule)}
-    values |= {'d_forward': grown, 'd_backward': min(config.d_backward, grown + 1), 'min_passes': min(config.min_passes, grown)}
-    return Schedule(**values)
+    d_backward, min_passes = min(config.d_backward, grown + 1), min(config.min_passes, grown)
+    return replace(config, d_forward=grown, d_backward=d_backward, min_passes=min_passes)
 
 
 def schedule_at(config, step):
@@ -353,9 +352,7 @@ def run(config, resources):
             state = {'meta': data.meta, 'best_loss': best, 'bad_steps': (skipped.total, skipped.in_a_row)}
             written = checkpoints.save(done, raw, optimizers, **state, wandb_id=log.tracker.id)
             if not written and (final or signals.stop):
-                raise fail(
-                    f'{checkpoints.path} could not be written with the last step, {done}; make space and --init_from=auto.'
-                )
+                raise fail(f'{checkpoints.path} could not be written with step {done}; make space and --init_from=auto.')
             if signals.save and written and process.first:
                 progress.bar.write(f'{checkpoints.path} holds step {done}, as SIGUSR1 asked', file=sys.stderr)
         if signals.save and not skipped.in_a_row:
