@@ -37,6 +37,7 @@ from support.data import Dataset
 from support.harness import harness, run_harness
 from support.loading import DTYPES, computing, find_checkpoint, load
 from support.loss import score_tokens, token_nll
+from support.overview import draw_overview
 from support.processes import use_device
 from support.prompts import is_aligned, prompt_recurs
 from support.results import ResumableResults, provenance
@@ -136,6 +137,17 @@ def score_task(model, data, split, schedule, config, results):
 
 
 @torch.inference_mode()
+def guessing(arrays, scores):
+    """{score: accuracy of a guess}: of any value, or of the one that an example shows most often, whichever is right more often."""
+    accuracies = {}
+    for name, (first, end) in scores.items():
+        tokens, targets = arrays['tokens'].astype(int), arrays['targets']
+        shown = [np.bincount(row[(row >= first) & (row < end)], minlength=1).argmax() for row in tokens]
+        hit = (targets == np.array(shown)[:, None])[(targets >= first) & (targets < end)]
+        accuracies[name] = max(1 / (end - first), float(hit.mean()))
+    return accuracies
+
+
 def score_answers(model, data, split, config, results):
     """{'exact_match', 'by_depth': {depth: share}, 'answers': how many, 'cut': how many of them}.
 
@@ -364,6 +376,9 @@ def evaluate(path, config):
         if config.show:
             show_answers(read_examples(data, split), results, config.show)
     else:
+        if not data.is_text:
+            arrays = data.split(split)
+            result |= {'chance': guessing(arrays, data.meta['scores']), 'examples': len(arrays['tokens'])}
         score = score_text if data.is_text else score_task
         for name, schedule in schedules(checkpoint['config']).items():
             result[name] = score(model, data, split, schedule, config, results)
@@ -389,14 +404,14 @@ def compare(results, config):
     if config.results:
         Path(config.results).write_text(json.dumps(summaries, indent=2), encoding='utf-8')
     if config.figure:
-        figures.draw_accuracies(results, config.figure)
+        figures.draw_accuracies({name: [result] for name, result in results.items()}, config.figure)
 
 
 def main(argv):
     config = parse(EvalConfig, argv, 'python eval.py [--key=value ...]')
     with reporting():
         if config.overview:
-            return figures.draw_overview(config.overview)
+            return draw_overview(config.overview)
         if config.curves:
             return figures.draw_curves(config.curves.split(','), config.figure)
         if config.study:
