@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 if __name__ == '__main__':  # the imports below take seconds, and Ctrl-C there would print a traceback
 
@@ -26,7 +26,6 @@ if 'OMP_WAIT_POLICY' not in os.environ:  # read when torch is loaded: a waiting 
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse, reporting
@@ -49,6 +48,7 @@ from support.nan_hooks import check_gradients, install_nan_hooks
 from support.optimizers import SkippedSteps, freeze_base, make_optimizers, step_optimizers
 from support.pretrained import load_pretrained, pretrained_folder, take_pretrained_settings
 from support.processes import Process, Signals, check_compiler, check_processes_agree, locked, reporting_to_torchrun, warn
+from support.sharding import check_batch, clip_gradients, distribute, end_backward, shard, without_sync
 from support.validation import validate
 
 EXIT_CODES = (
@@ -78,7 +78,9 @@ class TrainConfig(Schedule, GPTConfig):
     )
     document_rows: bool = key(False, 'each training sequence of a text starts at a document, whose token is reset_token')
     batch_size: int = key(32, 'sequences per step, over all processes and micro-batches', bounds=FROM_1)
-    accumulation: int = key(1, 'micro-batches per step in each process', bounds=FROM_1)
+    device_batch_size: int = key(
+        0, 'sequences that one process runs at a time: larger shares of the batch take micro-batches; 0: all', bounds=FROM_0
+    )
     seed: int = key(1337, 'seed of the weights and of the order of the data', bounds=(0, 2**63 - 1))
 
     init_from: str = key(
@@ -124,7 +126,9 @@ class TrainConfig(Schedule, GPTConfig):
 
     log_interval: int = key(10, 'steps between lines of log.jsonl', bounds=FROM_1, heading='Logging')
     wandb: str = key('off', 'log to Weights & Biases too; its project is $WANDB_PROJECT', ('off', 'online', 'offline'))
-    dry_run: bool = key(False, 'print parameters, FLOPs and peak memory, allocate nothing, and stop')
+    dry_run: bool = key(False, 'print parameters, FLOPs and the peak memory of one process, allocate nothing, and stop')
+    world_size: int = key(0, 'dry_run: processes of the run that it describes; 0: those that it runs under', bounds=FROM_0)
+    device_memory: float = key(80.0, 'dry_run: GB of one device, the limit beside the peak', bounds=(1, math.inf))
     json: bool = key(False, 'with dry_run: also print one JSON object as the last line')
 
     device: str = key('auto', 'cpu, cuda or mps; auto takes a GPU where there is one', heading='Machine')
@@ -138,6 +142,7 @@ class TrainConfig(Schedule, GPTConfig):
     activation_checkpointing: bool = key(
         False, 'layers keep only their inputs and run again in the backward: less memory, up to a third more time'
     )
+    shard: bool = key(False, 'each process holds a part of the weights, gradients and moments, for models larger than a GPU')
     threads: int = key(0, 'CPU threads of each process; 0 leaves the default', bounds=(0, 1024))
 
     @property
@@ -151,9 +156,20 @@ class TrainConfig(Schedule, GPTConfig):
         return self.warmup_steps if self.warmup_steps <= self.decay_end else max(1, self.decay_end // 10)
 
     @property
+    def processes(self):
+        """How many processes share the batch: those of this run, or of the one that a dry run describes."""
+        return (self.dry_run and self.world_size) or int(os.environ.get('WORLD_SIZE', 1))
+
+    @property
     def micro_batch(self):
         """Sequences that a process runs at a time."""
-        return self.batch_size // (self.accumulation * int(os.environ.get('WORLD_SIZE', 1)))
+        share = self.batch_size // self.processes
+        return min(self.device_batch_size or share, share)
+
+    @property
+    def accumulation(self):
+        """Micro-batches per step in each process."""
+        return self.batch_size // (self.processes * self.micro_batch)
 
     def check(self):
         """Raises ConfigError, one sentence, for what cannot be trained. With init_from=hf: the model is checked by
@@ -179,13 +195,9 @@ class TrainConfig(Schedule, GPTConfig):
                 )
         if self.debug_nan and self.compile:
             raise ConfigError('debug_nan=True looks into every module, which compile=True fuses; switch one off.')
-        world = int(os.environ.get('WORLD_SIZE', 1))
-        parts = world * self.accumulation
-        if self.batch_size % parts:
-            below = self.batch_size // parts * parts
-            near = f'{below} or {below + parts}' if below else f'{parts}'
-            counts = f'{world} processes x accumulation={self.accumulation}'
-            raise ConfigError(f'batch_size={self.batch_size} does not divide over {counts}; take {near}.')
+        if self.shard and self.architecture == 'lstm':
+            raise ConfigError('shard=True cuts a transformer into its layers; architecture=lstm is trained whole.')
+        check_batch(self.batch_size, self.device_batch_size, self.processes)
 
     def check_model(self):
         """Raises ConfigError for a model and schedule that cannot be, or that do not fit each other."""
@@ -194,13 +206,13 @@ class TrainConfig(Schedule, GPTConfig):
         if self.recurrence == 'none' and self.schedule != 'parallel':
             raise ConfigError(f'schedule={self.schedule} needs a recurrence; with recurrence=none take schedule=parallel.')
         if self.scan and not self.has_direct_path:
+            without = f'cache_residual={self.cache_residual}, residual_injection={self.residual_injection}'
             raise ConfigError(
-                f'scan=True solves the path of the memory along residual connections, and there is none with recurrence='
-                f'{self.recurrence}, cache_residual={self.cache_residual}, residual_injection={self.residual_injection}.'
+                f'scan=True needs a memory that residual connections carry; {self.recurrence} with {without} has none.'
             )
         if self.pass_weights and self.recurrence != 'lrt':
             raise ConfigError(
-                f'pass_weights={self.pass_weights} weighs the passes of LRT; recurrence={self.recurrence} is scored once.'
+                f'pass_weights={self.pass_weights} weighs the passes of LRT, not of recurrence={self.recurrence}.'
             )
         if self.activation_checkpointing and self.architecture == 'lstm':
             raise ConfigError('activation_checkpointing=True recomputes transformer layers; architecture=lstm has none.')
@@ -236,9 +248,8 @@ def full_schedule(config, step):
     if config.d_forward_start < 0 or step >= config.d_forward_steps:
         return config
     grown = config.d_forward_start + (config.d_forward - config.d_forward_start) * step // config.d_forward_steps
-    values = {f.name: getattr(config, f.name) for f in fields(Schedule)}
-    values |= {'d_forward': grown, 'd_backward': min(config.d_backward, grown + 1), 'min_passes': min(config.min_passes, grown)}
-    return Schedule(**values)
+    d_backward, min_passes = min(config.d_backward, grown + 1), min(config.min_passes, grown)
+    return replace(config, d_forward=grown, d_backward=d_backward, min_passes=min_passes)
 
 
 def schedule_at(config, step):
@@ -249,25 +260,7 @@ def schedule_at(config, step):
 def main(argv):
     config = parse(TrainConfig, argv, f'python train.py [config/NAME.py] [--key=value ...], or after torchrun\n\n{EXIT_CODES}')
     with reporting():
-        return describe(config) if config.dry_run else train(config)
-
-
-def describe(config):
-    """A dry run: what the model holds and costs. Needs no data where the vocabulary is given, and fetches no weights."""
-    if config.init_from.startswith('hf:'):
-        if os.path.isdir(config.init_from[3:]):
-            take_pretrained_settings(config)
-        else:
-            config.check_model()
-            print(f'{config.init_from[3:]} is no folder here: this is the shape that the settings state.', file=sys.stderr)
-    if not config.vocab_size and os.path.exists(os.path.join(config.data_dir, 'meta.json')):
-        Dataset(config.data_dir).complete(config)
-    if not config.vocab_size:
-        raise ConfigError(f'vocab_size=0 needs a dataset, and data_dir={config.data_dir} holds none; give a number.')
-    if config.reset_token == DOCUMENT:  # without data; whichever token it is, the cost is the same
-        config.reset_token = 0 if config.architecture == 'gpt' else -1
-    if os.environ.get('RANK', '0') == '0':
-        dry_run(config)
+        return dry_run(config) if config.dry_run else train(config)
 
 
 def train(config):
@@ -300,7 +293,7 @@ def run(config, resources):
     if process.world > 1:
         check_processes_agree(config, data, start)
     raw, optimizers = start_model(config, process, T, checkpoint)
-    model = distribute(raw, config, process, T)
+    model = distribute(raw, full_schedule(config, 0).choices()[0], process, T)
     signals = resources.enter_context(Signals())
     log = Log(config, process.first, start, checkpoint.get('wandb_id'))
     checkpoints = Checkpoints(config, process.first, checkpoint)
@@ -328,7 +321,7 @@ def run(config, resources):
         loss, means = accumulate_gradients(model, schedule, micro_batches, counts, process, changes)
         if config.debug_nan:  # before clipping, which spreads what is not finite
             check_gradients(raw, done)
-        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip or math.inf)
+        norm = clip_gradients(raw, config.grad_clip or math.inf)
         skip = ~norm.isfinite() | empty
         skipped.add(skip)
         step_optimizers(optimizers, skip)
@@ -355,14 +348,12 @@ def run(config, resources):
                 divergence.add(done, line.get('changes'))
             log.write(line)
             progress.show(done, line['loss'], line['tokens_per_s'])
-        if process.first and (final or signals.stop or (due and not skipped.in_a_row)):
+        if final or signals.stop or (due and not skipped.in_a_row):
             state = {'meta': data.meta, 'best_loss': best, 'bad_steps': (skipped.total, skipped.in_a_row)}
             written = checkpoints.save(done, raw, optimizers, **state, wandb_id=log.tracker.id)
             if not written and (final or signals.stop):
-                raise fail(
-                    f'{checkpoints.path} could not be written with the last step, {done}; make space and --init_from=auto.'
-                )
-            if signals.save and written:
+                raise fail(f'{checkpoints.path} could not be written with step {done}; make space and --init_from=auto.')
+            if signals.save and written and process.first:
                 progress.bar.write(f'{checkpoints.path} holds step {done}, as SIGUSR1 asked', file=sys.stderr)
         if signals.save and not skipped.in_a_row:
             signals.forget_save()
@@ -449,9 +440,12 @@ def start_model(config, process, T, checkpoint):
         load_pretrained(model, config.init_from[3:])
     if config.freeze_base:
         freeze_base(model)
-    optimizers = make_optimizers(model, config, process.kind)
     if 'model' in checkpoint:
         load_weights(model, checkpoint)
+    if config.shard and process.world > 1:
+        shard(model, process)
+    optimizers = make_optimizers(model, config, process.kind)
+    if 'model' in checkpoint:
         load_optimizers(optimizers, checkpoint)
         del checkpoint['model'], checkpoint['optimizers']
     if config.compile:
@@ -459,17 +453,6 @@ def start_model(config, process, T, checkpoint):
     if config.debug_nan:
         install_nan_hooks(model)
     return model, optimizers
-
-
-def distribute(model, config, process, T):
-    """`model`, or around it what averages gradients over the processes."""
-    if process.world == 1:
-        return model
-    # Only a schedule without a pass that reads the memory leaves parameters without gradient, and growth begins with it.
-    fewest = full_schedule(config, 0).choices()[0].passes(T)
-    unused = config.recurrence != 'none' and config.initial and len(fewest) == 1
-    ids = [torch.device(process.device).index] if process.kind == 'cuda' else None
-    return DistributedDataParallel(model, device_ids=ids, find_unused_parameters=unused, gradient_as_bucket_view=True)
 
 
 # The loop
@@ -482,12 +465,13 @@ def accumulate_gradients(model, schedule, micro_batches, counts, process, change
     for i, micro_batch in enumerate(micro_batches):
         x, y, mask = to_device(micro_batch, process.device)
         last = i == len(micro_batches) - 1
-        with contextlib.nullcontext() if last or process.world == 1 else model.no_sync(), process.autocast():
+        with contextlib.nullcontext() if last else without_sync(model), process.autocast():
             part, part_means = model(x, y, schedule, mask, counts, changes=None if i else changes)
             # Counts are those of the whole step; DDP averages what is to be summed. A loss that is not finite makes all
             # gradients so, in every process, whatever its own derivative is.
             part.backward(process.world + 0 * part.detach())
         loss, means = loss + part.detach(), means + part_means
+    end_backward(model)
     return loss, means
 
 

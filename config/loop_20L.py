@@ -5,3 +5,4 @@ from transformer_20L import *
 out_dir = 'out/loop_20L'
 l_start, l_end = 0, 19
 n_loop = 2
+device_batch_size = 4

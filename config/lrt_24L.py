@@ -7,3 +7,4 @@ recurrence = 'lrt'
 source_layer = 14
 schedule = 'interleaved'
 n_subsets = 2
+device_batch_size = 2

@@ -5,3 +5,4 @@ from lrt_20L import *
 out_dir = 'out/lrt_multirefine_20L'
 schedule = 'jacobi'
 d_forward, d_backward = 3, 4
+device_batch_size = 2

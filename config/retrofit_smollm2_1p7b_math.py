@@ -18,12 +18,12 @@ block_size = 512
 recurrence = 't2mlr'
 l_start, l_end = 10, 14
 schedule = 'jacobi'
-d_forward, d_backward = 16, 4
+d_forward, d_backward = 16, 5  # the authors' batch_backward_approximate_depth=4: 4 + 1 passes carry gradient
 recurrence_lr_scale = 100.0  # the gates start closed and must open within one epoch
 
 max_steps = 6000  # one epoch of 386,000 problems
 batch_size = 64
-accumulation = 2
+device_batch_size = 32
 learning_rate = 1e-5
 warmup_steps = 200
 weight_decay = 0.0

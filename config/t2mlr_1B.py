@@ -6,4 +6,4 @@ out_dir = 'out/t2mlr_1B'
 n_layer, n_head, n_kv_head, n_embd, n_hidden = 16, 32, 8, 2048, 8192
 l_start, l_end = 7, 9
 learning_rate = 1e-3
-accumulation = 8
+device_batch_size = 4

@@ -6,4 +6,4 @@ out_dir = 'out/t2mlr_361M'
 n_layer, n_head, n_kv_head, n_embd, n_hidden = 32, 15, 5, 960, 2560
 l_start, l_end = 14, 19
 learning_rate = 2e-3
-accumulation = 4
+device_batch_size = 8

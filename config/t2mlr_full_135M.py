@@ -3,4 +3,4 @@ from t2mlr_135M import *
 
 out_dir = 'out/t2mlr_full_135M'
 l_start, l_end = 0, 29
-accumulation = 4
+device_batch_size = 4

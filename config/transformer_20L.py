@@ -12,7 +12,7 @@ value_embeddings = 'all'
 
 max_steps = 25_000  # 13 billion tokens at half a million per step
 batch_size = 256
-accumulation = 8
+device_batch_size = 8
 optimizer = 'muon'
 learning_rate = 2e-3
 lr_schedule = 'linear'

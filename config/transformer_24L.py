@@ -5,4 +5,4 @@ from transformer_20L import *
 out_dir = 'out/transformer_24L'
 n_layer, n_head, n_embd = 24, 12, 1536
 max_steps = 38_000  # 20 billion tokens, ten per parameter
-accumulation = 16
+device_batch_size = 4

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import json
 import math
+import os
+import sys
 import weakref
 from dataclasses import replace
 
@@ -15,8 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import ConfigError
 from model import build, listed_parameters, recurrence_parameters
+from support.data import DOCUMENT, Dataset
 from support.masks import attend
 from support.optimizers import freeze_base, make_optimizers
+from support.pretrained import take_pretrained_settings
+from support.processes import warn
 from support.scan import linear_recurrence
 
 
@@ -120,7 +125,7 @@ def check_memory(config, T):
         raise ConfigError(
             f'a step needs at least {need / 2**30:,.1f} GiB for weights, gradients, moments and {rows} sequences, and '
             f'{free / 2**30:,.1f} GiB are free; take a smaller n_layer={config.n_layer}, n_embd={config.n_embd} or '
-            f'batch_size={config.batch_size}, and see --dry_run=True.'
+            f'device_batch_size={rows}, and see --dry_run=True.'
         )
 
 
@@ -155,7 +160,9 @@ class Allocations(TorchDispatchMode):
 
 def count_memory(config):
     """Bytes of tensors in a step of one process: {'weights', 'optimiser', 'peak'}, the last with those and all that the
-    passes keep for the backward. A step runs on tensors that have shapes and no content."""
+    passes keep for the backward. A step runs on tensors that have shapes and no content; the shards of weights, gradients and
+    moments are added to it, beside the weights and gradients that a sharded model holds whole for as long as a step runs."""
+    shards = config.processes if config.shard else 1
     config = replace(config, jacobi_tol=0.0)  # what no content can decide: all passes run
     with FakeTensorMode(), Allocations() as allocations:
         torch.set_default_dtype(torch.float64 if config.dtype == 'float64' else torch.float32)
@@ -171,19 +178,52 @@ def count_memory(config):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        def make_gradients():
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+
+        make_gradients()
         step()  # from now on there are moments
+        optimiser = allocations.now - weights
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        if shards > 1:
+            optimizers.clear()
+            for module in model.blocks.modules() if config.dtype == 'bfloat16' else ():  # as they are gathered
+                for name, p in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, torch.nn.Parameter(p.detach().bfloat16(), p.requires_grad) if p.dim() else p)
+            allocations.peak = allocations.now
+        elif config.processes > 1 or config.accumulation > 1:  # micro-batches add to them; DDP keeps its buckets as well
+            make_gradients()
         tokens = torch.zeros(config.micro_batch, config.block_size, dtype=torch.long)
         counts = torch.ones(len(model.scored_passes(config, config.block_size)))
         with torch.autocast('cpu', torch.bfloat16, enabled=config.dtype == 'bfloat16'):
             model(tokens, tokens, config, None, counts)[0].backward()
         step()
-        return {'weights': weights, 'optimiser': allocations.now - weights, 'peak': allocations.peak}
+        peak = allocations.peak + ((weights + trained + optimiser) // shards if shards > 1 else 0)
+        return {'weights': weights // shards, 'optimiser': optimiser // shards, 'peak': peak}
 
 
 def dry_run(config):
-    """Prints parameters by part, the recurrence's share, FLOPs per token and memory, from weights that hold none."""
+    """Prints what the model holds and costs; as the first process. Needs no data where the vocabulary is given, and fetches no
+    weights."""
+    if config.init_from.startswith('hf:'):
+        if os.path.isdir(config.init_from[3:]):
+            take_pretrained_settings(config)
+        else:
+            config.check_model()
+            print(f'{config.init_from[3:]} is no folder here: this is the shape that the settings state.', file=sys.stderr)
+    if not config.vocab_size and os.path.exists(os.path.join(config.data_dir, 'meta.json')):
+        Dataset(config.data_dir).complete(config)
+    if not config.vocab_size:
+        raise ConfigError(f'vocab_size=0 needs a dataset, and data_dir={config.data_dir} holds none; give a number.')
+    if config.reset_token == DOCUMENT:  # without data; whichever token it is, the cost is the same
+        config.reset_token = 0 if config.architecture == 'gpt' else -1
+    if os.environ.get('RANK', '0') == '0':
+        print_costs(config)
+
+
+def print_costs(config):
+    """Parameters by part, the recurrence's share, FLOPs per token and memory, from weights that hold none."""
     with torch.device('meta'):
         model = build(config)
     parts, flops = count_parameters(model), count_flops(model, config, config.block_size)
@@ -199,13 +239,20 @@ def dry_run(config):
         ('decode', 'decoded token', 'plain_forward'),
     ):
         print(f'{label:<18}{flops[name]:>16.4g}{flops[name] / flops[plain]:>9.2f}')
-    if config.dtype == 'auto':
-        config.dtype = 'bfloat16' if config.device.startswith('cuda') else 'float32'
-    memory = count_memory(config)
-    print(f'\nmemory of tensors, {config.micro_batch} sequences at a time, {config.dtype}, as on CPU without compile')
+    if config.dtype == 'auto':  # which device the run will have, only its settings can say
+        config.dtype = 'float32' if config.device in ('cpu', 'mps') else 'bfloat16'
+    memory, limit = count_memory(config), config.device_memory * 1e9
+    parts = f'one of {config.processes} processes, {config.accumulation} x {config.micro_batch} sequences, {config.dtype}'
+    print(f'\nmemory of tensors, {parts}, as on CPU without compile')
     for part, size in memory.items():
         print(f'{part:<18}{size / 2**20:>16,.0f} MiB')
+    part = f'{memory["peak"] / limit:>8.0%} of device_memory={config.device_memory:g} GB'
+    print(f'{"limit":<18}{limit / 2**20:>16,.0f} MiB{part}')
+    if memory['peak'] > limit:
+        smaller = f'a device_batch_size below {config.micro_batch}, ' if config.micro_batch > 1 else ''
+        warn(f'a step does not fit; take {smaller}--activation_checkpointing=True or --shard=True.')
     if config.json:
         report = {'parameters': parts, 'total_parameters': total, 'recurrence_share': share}
-        report |= {f'{k}_flops_per_token': v for k, v in flops.items()} | {'step_flops_ratio': ratio, 'memory': memory}
+        report |= {f'{k}_flops_per_token': v for k, v in flops.items()}
+        report |= {'step_flops_ratio': ratio, 'memory': memory, 'memory_limit': limit}
         print(json.dumps(report))

@@ -9,10 +9,12 @@ import zipfile
 from dataclasses import asdict, fields
 
 import torch
+import torch.distributed as dist
 
 from configurator import ConfigError, show
 from model import GPTConfig
 from support.processes import warn, warn_on_disk_error
+from support.sharding import full, shard_like
 from support.tokens import tokenizer_meta
 
 
@@ -32,15 +34,22 @@ class Checkpoints:
         return self.config.keep_every and step % self.config.keep_every == 0
 
     def due(self, step):
-        """Whether step or clock ask for one; the clock does in the first process alone."""
+        """Whether step or clock ask for one, in all processes alike: the clock is that of the first."""
         seconds = 60 * self.config.save_minutes
-        return self.is_kept(step) or (self.first and seconds and time.monotonic() - self.written_at >= seconds)
+        if seconds and dist.is_initialized():
+            passed = torch.tensor(time.monotonic() - self.written_at)
+            dist.broadcast(passed, 0)
+            return self.is_kept(step) or passed.item() >= seconds
+        return self.is_kept(step) or (seconds and time.monotonic() - self.written_at >= seconds)
 
     def save(self, step, model, optimizers, **rest):
-        """Whether ckpt.pt holds `step` now. A disk that is full is a warning."""
-        state = {'model': model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers]}
-        state |= {'config': asdict(self.config), 'step': step, 'rng': torch.get_rng_state()} | rest
+        """Writes in the first process, to which the others give their shards. Whether ckpt.pt holds `step` now, as far as a
+        process can know. A disk that is full is a warning."""
+        state = full({'model': model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers]})
         self.written_at = time.monotonic()
+        if not self.first:
+            return True
+        state |= {'config': asdict(self.config), 'step': step, 'rng': torch.get_rng_state()} | rest
         with warn_on_disk_error(f'step {step} in {self.config.out_dir}'):
             # A damaged ckpt.pt must not replace the one before it.
             save_checkpoint(self.path, state, self.file('ckpt-previous.pt') if self.written >= 0 else None)
@@ -125,6 +134,9 @@ def load_optimizers(optimizers, checkpoint):
     try:
         for optimizer, saved in zip(optimizers, checkpoint['optimizers'], strict=True):
             for old, new in zip(saved['param_groups'], optimizer.param_groups, strict=True):
+                for number, p in zip(old['params'], new['params'], strict=True):
+                    moments = saved['state'].get(number, {})
+                    moments.update({name: shard_like(value, p) for name, value in moments.items()})
                 old.update({k: v for k, v in new.items() if k != 'params'})
             optimizer.load_state_dict(saved)
         torch.set_rng_state(checkpoint['rng'])

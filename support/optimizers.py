@@ -6,10 +6,12 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from configurator import fail
 from model import listed_parameters, recurrence_parameters
 from support.processes import warn
+from support.sharding import local
 
 
 class Muon(torch.optim.Muon):
@@ -43,30 +45,40 @@ class Muon(torch.optim.Muon):
         for batch in by_shape(matrices):
             moments = self.moments(batch)
             before = torch.stack(moments)
-            after = before.lerp(torch.stack([p.grad for p in batch]), 1 - self.defaults['momentum'])
+            after = before.lerp(torch.stack([local(p.grad) for p in batch]), 1 - self.defaults['momentum'])
             torch._foreach_copy_(moments, torch.where(skip, before, after).unbind())
         directions = self.directions(matrices)
         for group in self.param_groups:
             lr, weight_decay = group['lr'], group['weight_decay']
             for batch in by_shape(with_gradient(group)):
-                before = torch.stack(batch)
+                weights = [local(p) for p in batch]
+                before = torch.stack(weights)
                 scale = 0.2 * math.sqrt(max(batch[0].shape))  # an orthogonal matrix times this has entries as large as AdamW's
                 after = before * (1 - lr * weight_decay)
                 after.add_(torch.stack([directions[p] for p in batch]), alpha=-(lr * scale))
-                torch._foreach_copy_(batch, torch.where(skip, before, after).unbind())
+                torch._foreach_copy_(weights, torch.where(skip, before, after).unbind())
 
     def moments(self, matrices):
-        return [self.state[p]['momentum_buffer'] for p in matrices]
+        return [local(self.state[p]['momentum_buffer']) for p in matrices]
+
+    def nesterov(self, batch):
+        """(n, rows, columns): the Nesterov momentum of n matrices of one shape, or this process's rows of it."""
+        return torch.stack([local(p.grad) for p in batch]).lerp_(torch.stack(self.moments(batch)), self.defaults['momentum'])
 
     def directions(self, matrices):
-        """{matrix: its orthogonalised Nesterov momentum in bfloat16}, each computed by one of the processes."""
+        """{matrix: its orthogonalised Nesterov momentum in bfloat16}, each computed by one of the processes; of a sharded
+        matrix this process's rows."""
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         owners = assign(tuple(p.shape for p in matrices), world)
         shares = [[p for p, owner in zip(matrices, owners, strict=True) if owner == r] for r in range(world)]
+        if isinstance(matrices[0], DTensor):
+            rows = {p: n for batch in by_shape(matrices) for p, n in zip(batch, self.nesterov(batch).bfloat16(), strict=True)}
+            whole = gather_rows(rows, shares, rank, matrices[0].device)
+            owned = [(batch, torch.stack([whole[p] for p in batch])) for batch in by_shape(shares[rank])]
+        else:
+            owned = [(batch, self.nesterov(batch)) for batch in by_shape(shares[rank])]
         directions = {}
-        for batch in by_shape(shares[rank]):
-            nesterov = torch.stack([p.grad for p in batch])
-            nesterov.lerp_(torch.stack(self.moments(batch)), self.defaults['momentum'])
+        for batch, nesterov in owned:
             settings = {name: self.defaults[name] for name in ('ns_coefficients', 'ns_steps', 'eps')}
             if nesterov.device.type == 'cpu':
                 directions.update(zip(batch, [orthogonalize(x, **settings) for x in nesterov], strict=True))
@@ -74,6 +86,8 @@ class Muon(torch.optim.Muon):
                 directions.update(zip(batch, orthogonalize(nesterov, **settings), strict=True))
         if world == 1:
             return directions
+        if isinstance(matrices[0], DTensor):
+            return scatter_rows(directions, shares, rank, matrices[0].device)
         sizes = [[p.numel() for p in share] for share in shares]
         longest = max(map(sum, sizes))
         padding = torch.empty(longest - sum(sizes[rank]), dtype=torch.bfloat16, device=matrices[0].device)
@@ -84,6 +98,39 @@ class Muon(torch.optim.Muon):
             for p, values in zip(share, part[: sum(lengths)].split(lengths), strict=True):
                 directions[p] = values.view_as(p)
         return directions
+
+
+def gather_rows(rows, shares, rank, device):
+    """{matrix: this process's rows} of all matrices -> {matrix: all rows} of those in shares[rank], which this process owns."""
+    sent = [[rows[p] for p in share] for share in shares]
+    shapes = [[(row_counts(p)[r], p.size(1)) for p in shares[rank]] for r in range(len(shares))]
+    parts = exchange(sent, shapes, device)
+    return {p: torch.cat([part[i] for part in parts]) for i, p in enumerate(shares[rank])}
+
+
+def scatter_rows(matrices, shares, rank, device):
+    """The way back: {matrix: all rows} of those that this process owns -> {matrix: this process's rows} of all."""
+    cuts = [matrices[p].split(row_counts(p)) for p in shares[rank]]
+    sent = [[cut[r] for cut in cuts] for r in range(len(shares))]
+    parts = exchange(sent, [[local(p).shape for p in share] for share in shares], device)
+    return {p: rows for share, part in zip(shares, parts, strict=True) for p, rows in zip(share, part, strict=True)}
+
+
+def row_counts(matrix):
+    """How many rows of a sharded matrix each process has: equal parts, rounded up, while there are any."""
+    rows, world = matrix.size(0), matrix.device_mesh.size()
+    part = math.ceil(rows / world)
+    return [min(max(rows - rank * part, 0), part) for rank in range(world)]
+
+
+def exchange(sent, shapes, device):
+    """Sends sent[r], a list of tensors in bfloat16, to each process r; returns what each sent here, of shapes[r]."""
+    sizes = [[math.prod(shape) for shape in part] for part in shapes]
+    into, out_of = [sum(part) for part in sizes], [sum(t.numel() for t in part) for part in sent]
+    received = torch.empty(sum(into), dtype=torch.bfloat16, device=device)
+    dist.all_to_all_single(received, torch.cat([received[:0], *(t.flatten() for part in sent for t in part)]), into, out_of)
+    parts = zip(received.split(into), sizes, shapes, strict=True)
+    return [[t.view(shape) for t, shape in zip(part.split(n), s, strict=True)] for part, n, s in parts]
 
 
 def with_gradient(group):

@@ -5,7 +5,7 @@ import difflib
 OTHER_NAMES = {  # what other trainers call our keys
     'learning_rate': 'lr max_lr peak_lr',
     'batch_size': 'bs train_batch_size',
-    'accumulation': 'grad_accum gradient_accumulation_steps',
+    'device_batch_size': 'accumulation grad_accum gradient_accumulation_steps micro_batch_size',
     'max_steps': 'steps iters max_iters num_iterations epochs num_epochs updates',
     'warmup_steps': 'warmup warmup_iters',
     'weight_decay': 'wd',

@@ -12,7 +12,7 @@ def validate(model, data, config, schedule, process):
     """The results of `evaluate` under the training schedule and, of a recurrence, under the exact one, for fewer sequences."""
     results = {'training schedule': evaluate(model, data, config, schedule, config.eval_batches, process)}
     if config.eval_exact_batches and config.recurrence != 'none':
-        one_micro_batch = replace(config, batch_size=config.batch_size // config.accumulation, accumulation=1)
+        one_micro_batch = replace(config, batch_size=config.micro_batch * process.world)
         results['exact'] = evaluate(model, data, one_micro_batch, SEQUENTIAL, config.eval_exact_batches, process)
     return results
 

@@ -1,7 +1,9 @@
 """`python -m pytest -m fault` runs the tests of faults alone, and ends with a table: each fault, its trials, its failures."""
 
+import fcntl
 import os
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,21 @@ TRIALS = Counter()
 def trial():
     """Counts one trial of the test that runs; a test that never calls this is one trial."""
     TRIALS[os.environ['PYTEST_CURRENT_TEST'].rpartition(' ')[0]] += 1
+
+
+def made_once(tmp_path_factory, name, make):
+    """The folder `name`, which make(folder) fills once for all processes of pytest-xdist; the others wait until it is
+    whole. Where make fails, the next one makes another."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if 'PYTEST_XDIST_WORKER' in os.environ else root
+    whole = root / f'{name}.whole'
+    with open(root / f'{name}.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not whole.exists():
+            folder = tmp_path_factory.mktemp(name)
+            make(folder)
+            whole.write_text(str(folder))
+    return Path(whole.read_text())
 
 
 def pytest_configure(config):

@@ -1,5 +1,6 @@
 """The benchmarks run, say what they promise and refuse what they cannot do. No test asserts a time."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -59,12 +60,16 @@ def test_the_share_of_a_gpus_flops(monkeypatch):
         assert bench.speed(1000, 989e12, 2.0, 'cuda').get('mfu') == mfu
 
 
-def test_the_start_of_compiled_steps(capsys):
+def test_the_start_of_compiled_steps(capsys, monkeypatch):
     """Each variant compiles in a process of its own: none is quicker for what another has left behind."""
     small = ['--n_layer=1', '--n_embd=16', '--n_head=2', '--block_size=12', '--batch_size=2', '--l_start=0', '--l_end=0']
-    argv = ['train', *small, '--source_layer=0', '--rounds=1', '--device=cpu', '--compile', '--only=t2mlr_2_2']
+    argv = ['train', *small, '--source_layer=0', '--rounds=1', '--device=cpu', '--compile', '--only=textbook']
+    # The new processes ask for no trial run of the vector instructions, and compile; this one, whose times count for nothing
+    # here, only traces.
+    monkeypatch.setenv('TORCHINDUCTOR_VEC_ISA_OK', '1')
+    monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='eager'))
     found, out = measured(capsys, *argv)
-    assert list(found) == ['plain', 't2mlr_2_2'] and 'start_s' in out
+    assert list(found) == ['plain', 'textbook'] and 'start_s' in out
     assert all(row['start_s'] > 1 and set(row) == {'ms', 'ratio', 'floor', 'tokens_s', 'start_s'} for row in found.values())
 
 

@@ -371,7 +371,7 @@ LRT = 'recurrence=lrt source_layer=1'
         *((f'schedule={s}', [f'schedule={s}', 'parallel']) for s in ('jacobi', 'interleaved', 'chunked', 'sequential')),
         *(
             (f'{name}=0', [f'{name}=0', '1'])
-            for name in ('max_steps', 'batch_size', 'accumulation', 'eval_interval', 'eval_batches', 'log_interval')
+            for name in ('max_steps', 'batch_size', 'eval_interval', 'eval_batches', 'log_interval')
         ),
         *((f'{name}=-1', [f'{name}=-1']) for name in ('warmup_steps', 'decay_steps', 'eval_exact_batches', 'threads', 'seed')),
         *(
@@ -397,8 +397,8 @@ LRT = 'recurrence=lrt source_layer=1'
         ('out_dir=', ['out_dir']),
         ('device=cpu:abc', ['device=cpu:abc', 'cpu']),
         ('n_loop=2 l_end=3', ['l_end=3', 'n_layer=3']),
-        ('batch_size=10 accumulation=4', ['batch_size=10', 'accumulation=4', '8 or 12']),
-        ('batch_size=3 accumulation=4', ['batch_size=3', 'accumulation=4', '4']),
+        ('batch_size=10 device_batch_size=4', ['device_batch_size=4', 'batch_size=10', '2 or 5']),
+        ('device_batch_size=-1', ['device_batch_size=-1', '0']),
         ('seed=1e30', ['seed=']),
     ],
 )
@@ -410,17 +410,14 @@ def test_an_impossible_combination_is_one_sentence(here, data, capsys, settings,
     refused(capsys, lambda: train.main([f'--{k}={v}' for k, v in given.items()]), *says)
 
 
-@pytest.mark.parametrize(
-    'world, batch, accumulation, near', [(5, 12, 1, '10 or 15'), (4, 10, 2, '8 or 16'), (2, 3, 2, '4'), (8, 4, 1, '8')]
-)
+@pytest.mark.parametrize('world, batch, near', [(5, 12, '10 or 15'), (4, 10, '8 or 12'), (2, 3, '2 or 4'), (8, 4, '8')])
 @pytest.mark.fault('a batch that does not divide over the processes', 'the nearest sizes that do are named')
-def test_a_batch_divides_over_all_processes(here, data, capsys, monkeypatch, world, batch, accumulation, near):
+def test_a_batch_divides_over_all_processes(here, data, capsys, monkeypatch, world, batch, near):
     monkeypatch.setenv('WORLD_SIZE', str(world))
-    argv = [f'--data_dir={data}', '--out_dir=out', f'--batch_size={batch}', f'--accumulation={accumulation}']
+    argv = [f'--data_dir={data}', '--out_dir=out', f'--batch_size={batch}']
     refused(capsys, lambda: train.main(argv), f'batch_size={batch}', f'{world} processes', f'take {near}.')
-    parts = world * accumulation
     for size in near.split(' or '):  # what it proposes is accepted, and nothing nearer divides
-        assert int(size) % parts == 0 and abs(int(size) - batch) < parts or batch < parts
+        assert int(size) % world == 0 and abs(int(size) - batch) < world or batch < world
 
 
 def test_random_valid_settings_survive_the_round_trip_through_text(here):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import made_once
 
 import prepare_data
 import sample
@@ -58,17 +59,25 @@ def texts(tmp_path_factory):
     return root / 'data'
 
 
+class Overfit(dict):
+    """{name: out_dir of a model that knows the sentence by heart}; each is trained when a test first asks for it."""
+
+    def __init__(self, texts, tmp_path_factory):
+        self.texts, self.tmp_path_factory = texts, tmp_path_factory
+
+    def __missing__(self, name):
+        def make(out):
+            config = dict(n_embd=48, block_size=len(SENTENCE) + 4, max_steps=400, learning_rate=1e-2, warmup_steps=10)
+            config |= dict(eval_interval=400, eval_exact_batches=0, lr_schedule='linear', weight_decay=0.0)
+            train(TrainConfig(**BASE | config | MODELS[name] | {'data_dir': str(self.texts), 'out_dir': str(out)}))
+
+        self[name] = made_once(self.tmp_path_factory, f'overfit-{name.replace(" ", "-")}', make)
+        return self[name]
+
+
 @pytest.fixture(scope='module')
 def overfit(texts, tmp_path_factory):
-    """{name: out_dir of a model that knows the sentence by heart}."""
-    found = {}
-    for name, changed in MODELS.items():
-        out = tmp_path_factory.mktemp('run')
-        config = dict(n_embd=48, block_size=len(SENTENCE) + 4, max_steps=400, learning_rate=1e-2, warmup_steps=10)
-        config |= dict(eval_interval=400, eval_exact_batches=0, lr_schedule='linear', weight_decay=0.0)
-        train(TrainConfig(**BASE | config | changed | {'data_dir': str(texts), 'out_dir': str(out)}))
-        found[name] = out
-    return found
+    return Overfit(texts, tmp_path_factory)
 
 
 @pytest.fixture(scope='module')

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import trial
+from conftest import made_once, trial
 
 import prepare_data
 import train
@@ -45,7 +45,7 @@ T2MLR = {'recurrence': 't2mlr', 'l_start': 1, 'l_end': 1, 'gamma_init': 0.3}
 LRT = {'recurrence': 'lrt', 'source_layer': 1}
 ARCHITECTURES = {
     'transformer': {},
-    't2mlr': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'accumulation': 2},
+    't2mlr': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'device_batch_size': 2},
     'lrt': LRT | {'schedule': 'interleaved', 'optimizer': 'muon'},
     'lstm': {'architecture': 'lstm'},
 }
@@ -125,13 +125,16 @@ def command(config):
 
 # Resume
 
+# One layer, and no exact evaluation: its passes of one token are further shapes, each of which takes seconds to compile.
+COMPILED = {'compile': True, 'n_layer': 1, 'l_start': 0, 'l_end': 0, 'eval_exact_batches': 0}
+
 
 @pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('name', ARCHITECTURES)
 @pytest.mark.fault('a restart half way', 'the uninterrupted run, bit for bit')
 def test_resumed_equals_uninterrupted(folders, tmp_path, name, compiled):
     """10 steps, a restart and 10 more are 20 steps, bit for bit."""
-    changed = ARCHITECTURES[name] | ({'compile': True, 'n_layer': 1, 'l_start': 0, 'l_end': 0} if compiled else {})
+    changed = ARCHITECTURES[name] | (COMPILED if compiled else {})
     if compiled and name == 'lrt':
         changed |= {'source_layer': 0}
     torch._dynamo.reset()
@@ -517,8 +520,9 @@ GRID |= {
     | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'd_forward_start': 0, 'd_forward_steps': 10},
     'tolerance': T2MLR | {'schedule': 'jacobi', 'd_forward': 8, 'd_backward': 2, 'jacobi_tol': 0.02},
     'loops in LRT': LRT | {'schedule': 'interleaved', 'n_loop': 2, 'l_start': 0, 'l_end': 1},
-    'accumulation': LRT | {'schedule': 'interleaved', 'accumulation': 3, 'batch_size': 12},
-    'task': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'data': 'task', 'batch_size': 8, 'accumulation': 2},
+    'accumulation': LRT | {'schedule': 'interleaved', 'device_batch_size': 4, 'batch_size': 12},
+    'task': T2MLR
+    | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'data': 'task', 'batch_size': 8, 'device_batch_size': 4},
     'checkpointing': T2MLR | {'schedule': 'jacobi', 'd_forward': 3, 'd_backward': 2, 'activation_checkpointing': True},
     'one token': LRT | {'schedule': 'interleaved', 'block_size': 1, 'eval_exact_batches': 0},
 }
@@ -530,7 +534,7 @@ models, make = [], train.build
 train.build = lambda config: models.append(make(config)) or models[-1]
 for config, port in zip(configs, ports):
     os.environ['MASTER_PORT'] = str(port)
-    train.train(train.TrainConfig(**config))
+    train.train(train.TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}))
     torch.save(models[-1].state_dict(), f"{config['out_dir']}/rank{os.environ['RANK']}.pt")
 """
 
@@ -568,15 +572,20 @@ def on_two_processes(configs):
 @pytest.fixture(scope='module')
 def two_processes(folders, tmp_path_factory):
     """{name: (out_dir of one process, out_dir of two)} for every cell of GRID."""
-    root = tmp_path_factory.mktemp('ddp')
-    single, pair = {}, {}
-    for i, (name, changed) in enumerate(GRID.items()):
-        single[name] = settings(folders, root / f'{i}-one', **changed)
-        pair[name] = replace(single[name], out_dir=str(root / f'{i}-two'))
-    for config in single.values():
-        train.train(config)
-    on_two_processes(list(pair.values()))
-    return {name: (single[name].out_dir, pair[name].out_dir) for name in GRID}
+
+    def make(root):
+        single, pair = [], []
+        for i, changed in enumerate(GRID.values()):
+            single.append(settings(folders, root / f'{i}-one', **changed))
+            # as many micro-batches, and so as many sequences in the exact validation
+            half = single[-1].device_batch_size // 2
+            pair.append(replace(single[-1], device_batch_size=half, out_dir=str(root / f'{i}-two')))
+        for config in single:
+            train.train(config)
+        on_two_processes(pair)
+
+    root = made_once(tmp_path_factory, 'ddp', make)
+    return {name: (str(root / f'{i}-one'), str(root / f'{i}-two')) for i, name in enumerate(GRID)}
 
 
 @pytest.mark.parametrize('name', GRID)
@@ -602,9 +611,9 @@ def test_two_processes_equal_one(two_processes, name):
 def test_micro_batches_equal_one_batch(folders, tmp_path, name):
     """In float64 the curve of losses, of each pass and of the gradient's norm is the same for any split of the batch."""
     curves = []
-    for accumulation in (1, 2, 4):
-        changed = GRID[name] | {'batch_size': 8, 'accumulation': accumulation, 'dtype': 'float64', 'max_steps': 8}
-        config = settings(folders, tmp_path / str(accumulation), **changed)
+    for micro_batch in (8, 4, 2):
+        changed = GRID[name] | {'batch_size': 8, 'device_batch_size': micro_batch, 'dtype': 'float64', 'max_steps': 8}
+        config = settings(folders, tmp_path / str(micro_batch), **changed)
         train.train(config)
         lines = [line for line in log_of(config.out_dir) if 'loss' in line]
         curves.append([[line['loss'], line['grad_norm'], *line['passes']] for line in lines])
@@ -615,7 +624,7 @@ def test_micro_batches_equal_one_batch(folders, tmp_path, name):
 @pytest.mark.fault('micro-batches of unlike difficulty', 'the mean of the global batch is logged')
 def test_the_logged_loss_is_the_mean_over_the_global_batch(folders, tmp_path):
     """Rows of very different difficulty and very different numbers of scored positions, split over 4 micro-batches."""
-    config = settings(folders, tmp_path, 'task', **LRT, schedule='interleaved', batch_size=8, accumulation=4, max_steps=1)
+    config = settings(folders, tmp_path, 'task', **LRT, schedule='interleaved', batch_size=8, device_batch_size=2, max_steps=1)
     config.learning_rate, config.dtype, config.warmup_steps = 0.0, 'float64', 0
     train.train(config)
     saved = read_checkpoint(tmp_path / 'ckpt.pt')
@@ -642,7 +651,7 @@ def launch(n, config, **more):
 def test_torchrun_compiled_and_plain_exchange_checkpoints(folders, tmp_path):
     """Two compiled processes, then one plain process, then two compiled ones again: the keys never change, and the curve is
     that of one plain process."""
-    small = {'n_layer': 1, 'l_start': 0, 'l_end': 0, 'batch_size': 8}  # the shapes that are compiled for a restart half way
+    small = COMPILED | {'compile': False, 'batch_size': 8}  # the shapes that are compiled for a restart half way
     config = settings(folders, tmp_path / 'mixed', **ARCHITECTURES['t2mlr'] | small)
     train.train(replace(config, out_dir=str(tmp_path / 'plain')))
     done = launch(2, replace(config, compile=True, max_steps=8))
@@ -709,8 +718,8 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built(folders, tmp_pa
     monkeypatch.undo()
     assert 2**20 < accounting.free_memory()
     for huge in (10**9, 10**7):  # sequences of 24 tokens
-        with pytest.raises(ConfigError, match=rf'and {huge // config.accumulation} sequences, .* or batch_size={huge},'):
-            train.train(replace(config, batch_size=huge, out_dir=str(tmp_path / 'many')))
+        with pytest.raises(ConfigError, match=rf'and {huge} sequences, .* or device_batch_size={huge},'):
+            train.train(replace(config, batch_size=huge, device_batch_size=0, out_dir=str(tmp_path / 'many')))
 
 
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
@@ -1237,8 +1246,14 @@ def test_only_the_first_process_opens_a_tracker():
 @pytest.mark.parametrize('path', all_configs(), ids=lambda p: p.stem)
 def test_every_config_describes_a_model(path, capsys, monkeypatch):
     """Each opens with a comment, builds without weights, and its dry run agrees with counting the parameters."""
-    short = lambda config: count_memory(replace(config, block_size=min(config.block_size, 64)))  # noqa: E731
-    monkeypatch.setattr(accounting, 'count_memory', short)  # its figures have a test of their own, and long contexts take long
+    # The figures of count_memory have a test of their own; it takes long for long contexts and deep models.
+    shallow = dict(n_layer=4, l_start=1, l_end=2, source_layer=2)
+
+    def short(config):
+        changed = shallow if config.n_layer > 4 else {}
+        return count_memory(replace(config, block_size=min(config.block_size, 64), **changed))
+
+    monkeypatch.setattr(accounting, 'count_memory', short)
     assert path.read_text().startswith('# ')
     config = described(path)
     config.check()
@@ -1265,6 +1280,7 @@ def test_the_dry_run_of_a_billion_parameters_allocates_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found['memory']['peak'] < 0.9 * found['memory_limit']  # of a GPU, whatever their number
     assert 1.3e9 < found['total_parameters'] < 1.35e9 and 0.005 < found['recurrence_share'] < 0.01
     for part in ('embedding', 'attention', 'MLP', 'recurrence', 'total', 'training step'):
         assert part in done.stdout

@@ -396,9 +396,9 @@ def test_a_reader_that_fails_ends_the_run_at_its_step(data, tmp_path):
     assert len(losses(tmp_path / 'out')) == 4 and threading.active_count() == threads
 
 
-@pytest.mark.parametrize('accumulation', [1, 4])
-def test_the_exact_validation_runs_on_one_micro_batch(data, tmp_path, monkeypatch, accumulation):
-    """Its loss is that of the first batch_size / accumulation sequences of val, in one forward."""
+@pytest.mark.parametrize('micro_batch', [8, 2])
+def test_the_exact_validation_runs_on_one_micro_batch(data, tmp_path, monkeypatch, micro_batch):
+    """Its loss is that of the first device_batch_size sequences of val, in one forward."""
     forward, sizes = GPT.forward, []
 
     def watched(self, tokens, *args, **given):
@@ -406,17 +406,19 @@ def test_the_exact_validation_runs_on_one_micro_batch(data, tmp_path, monkeypatc
             sizes.append(len(tokens))
         return forward(self, tokens, *args, **given)
 
-    changed = T2MLR | dict(schedule='jacobi', d_forward=2, d_backward=2, batch_size=8, accumulation=accumulation, max_steps=2)
+    changed = T2MLR | dict(
+        schedule='jacobi', d_forward=2, d_backward=2, batch_size=8, device_batch_size=micro_batch, max_steps=2
+    )
     config = settings(data, tmp_path / 'out', 'task', **changed)
     with monkeypatch.context() as patch:
         patch.setattr(GPT, 'forward', watched)
         train.train(config)
-    assert sizes == [8 // accumulation]
+    assert sizes == [micro_batch]
     saved = read_checkpoint(tmp_path / 'out' / 'ckpt.pt')
     model = build(GPTConfig(**{k: saved['config'][k] for k in GPTConfig.__dataclass_fields__}))
     model.load_state_dict(saved['model'])
     dataset = Dataset(config.data_dir)
-    x, y, mask = dataset.batch('val', np.arange(8 // accumulation), dataset.length('val', 0))
+    x, y, mask = dataset.batch('val', np.arange(micro_batch), dataset.length('val', 0))
     with torch.no_grad():
         loss, _ = model(x, y, SEQUENTIAL, mask)
     assert log_of(tmp_path / 'out')[-1]['val_exact']['loss'] == pytest.approx(loss.item(), rel=1e-5)
@@ -454,9 +456,11 @@ def test_two_processes_skip_and_validate_as_one(data, tmp_path):
         targets[: len(targets) * 3 // 4] = -1
 
     folder = with_targets(data, tmp_path, change)
-    changed = T2MLR | dict(schedule='jacobi', d_forward=2, d_backward=2, accumulation=2, eval_batches=2, eval_exact_batches=2)
+    changed = T2MLR | dict(
+        schedule='jacobi', d_forward=2, d_backward=2, device_batch_size=2, eval_batches=2, eval_exact_batches=2
+    )
     one = settings(folder, tmp_path / 'one', 'task', **changed)
-    two = replace(one, out_dir=str(tmp_path / 'two'))
+    two = replace(one, device_batch_size=1, out_dir=str(tmp_path / 'two'))
     train.train(one)
     on_two_processes([two])
     a, b = log_of(one.out_dir), log_of(two.out_dir)
