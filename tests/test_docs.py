@@ -185,10 +185,11 @@ ORDER = {'README.md': 0, 'data.md': 1, 'training.md': 2}  # the others read what
 def run(words, monkeypatch):
     """Runs `SCRIPT ARGUMENTS` in this process, scaled down."""
     name, *rest = words
-    tiny = TINY[rest[0] if name == 'prepare_data.py' and rest else name] if rest != ['--help'] and rest else ''
     given = {word.partition('=')[0] for word in rest}
-    if '--help' not in rest and '--dry_run=True' not in rest and not given & {'--study', '--overview', '--curves'}:
-        rest = rest + [word for word in tiny.split() if word.partition('=')[0] not in given]
+    if rest and not given & {'--help', '--dry_run', '--study', '--overview', '--curves'}:
+        tiny = TINY[rest[0] if name == 'prepare_data.py' else name].split()
+        replaced = {word.partition('=')[0] for word in tiny}
+        rest = [word for word in rest if word.partition('=')[0] not in replaced] + tiny
     monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'def f\n')))
     try:
         STAGES[name].main([word.replace('FOLDER', 'texts') for word in rest])
