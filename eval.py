@@ -138,7 +138,7 @@ def score_task(model, data, split, schedule, config, results):
 
 @torch.inference_mode()
 def guessing(arrays, scores):
-    """{score: accuracy of a guess}: of any value, or of the one that an example shows most often, whichever is right more often."""
+    """{score: accuracy of a guess}: of any value, or of the one that an example shows most, whichever is right more often."""
     accuracies = {}
     for name, (first, end) in scores.items():
         tokens, targets = arrays['tokens'].astype(int), arrays['targets']
