@@ -179,7 +179,7 @@ def draw_accuracies(cells, path):
                 values = np.array([[curve[str(step)] for step in steps] for curve in curves])
                 # Of lines that coincide the lower ones are wider, and their markers stand at other steps.
                 every = (i * len(steps) // len(cells) % (skip := 1 + len(steps) // 20), skip)
-                style = dict(linewidth=1.6 + 0.6 * i, zorder=3 - 0.1 * i, markevery=every)
+                style = dict(linewidth=1.6 + 0.4 * i, markersize=5 + 0.8 * i, zorder=3 - 0.1 * i, markevery=every)
                 (line,) = panel.plot(steps, values.mean(0), label=cell, **style)
                 panel.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
             lines = {'chance': (panel.axhline, first.get('chance', {}).get(name), '--')}

@@ -42,8 +42,8 @@ def draw_recurrence(panel, title, span, source, reads):
         for height in reads:
             arrow(panel, (t + 0.2, TOP - 0.3), (t + 0.77, height), RED)
         arrow(panel, (t + 0.24, TOP), (t + 0.76, TOP), GREEN, linestyle='--', linewidth=2.2)
-    panel.text(0.5, TOP + 0.3, 'direct path', color=GREEN, ha='center', fontsize=11)
-    panel.set(xlim=(-0.5, 2.5), ylim=(-0.1, TOP + 0.8), title=title)
+    panel.text(0.5, TOP + 0.55, 'direct path', color=GREEN, ha='center', fontsize=11)
+    panel.set(xlim=(-0.5, 2.5), ylim=(-0.1, TOP + 1), title=title)
     panel.set_xticks(range(3), ['token t - 1', 'token t', 'token t + 1'])
     panel.set_yticks([layer + 0.35 for layer in range(LAYERS)], range(LAYERS))
 
