@@ -2,6 +2,7 @@
 that they name exists; the tables of the studies are those of results/; the Python of the README runs."""
 
 import io
+import json
 import math
 import re
 import shlex
@@ -253,6 +254,13 @@ def test_every_link_and_file_exists():
             assert not named or any(p for at in (ROOT, path.parent) for p in at.glob(code.rstrip('/'))), f'{path.name}: {code}'
     for name in re.findall(r'^\| `(\w+)` \| \(?\d', (ROOT / 'docs/costs.md').read_text(), re.M):
         assert (ROOT / f'config/{name}.py').exists(), name
+
+
+def test_the_table_of_the_quickstart_is_its_result():
+    results = json.loads((ROOT / 'results/quickstart.json').read_text())
+    for model, name in (('T2MLR', 't2mlr'), ('transformer', 'transformer'), ('LSTM', 'lstm')):
+        row = ' | '.join([f'| {model}', *(f'{share:.1%}' for share in results[name].values())])
+        assert all(row in (ROOT / file).read_text() for file in ('README.md', 'docs/results.md')), row
 
 
 def test_the_readme_is_short():
