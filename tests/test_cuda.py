@@ -83,6 +83,8 @@ SCHEDULES = {
     'jacobi-tol': Schedule('jacobi', d_forward=5, d_backward=2, jacobi_tol=1e-2),
     'interleaved': Schedule('interleaved', n_subsets=2),
     'sweeps': Schedule('interleaved', n_subsets=3, n_sweeps=2),
+    'scan': Schedule('jacobi', d_forward=3, d_backward=2, scan=True),
+    'scanned sweeps': Schedule('interleaved', n_sweeps=2, scan=True),
     'chunked': Schedule('chunked', chunk_size=3),
     'sequential': SEQUENTIAL,
 }
@@ -179,7 +181,7 @@ def test_a_step_has_the_host_wait_for_nothing(recurrence, freeze_base, optimizer
         freeze(model)
     optimizers = make_optimizers(model, config, 'cpu')
     batches = [draw_batch(seed, T=9, B=2)[:2] for seed in range(2)]
-    for schedule in (SCHEDULES['jacobi'], SCHEDULES['interleaved'], SCHEDULES['chunked']):
+    for schedule in (SCHEDULES[name] for name in ('jacobi', 'interleaved', 'scan', 'scanned sweeps', 'chunked')):
         counts = torch.full((len(model.scored_passes(schedule, 9)),), 10)
         with cuda_autocast(), Calls():
             changes = []
