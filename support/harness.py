@@ -10,11 +10,11 @@ from configurator import ConfigError
 from schedule import exact_schedule
 from support.loss import score_tokens
 from support.optional import import_optional
-from support.processes import warn
+from support.processes import is_first, warn
 from support.tokens import encode
 
-# CORE (DCLM): {(examples before the question, metric, accuracy of guessing): tasks}. The harness lacks Jeopardy, the completion
-# form of SQuAD and the second count of HellaSwag, so the average is over the other 19 of the 22.
+# CORE (DCLM): {(examples before the question, metric, accuracy of guessing): tasks}, and those of its 22 that the
+# harness lacks.
 CORE = {
     (0, 'acc', 0.0): 'lambada_openai',
     (0, 'acc', 0.25): 'openbookqa',
@@ -29,6 +29,7 @@ CORE = {
     'bigbench_operators_generate_until bigbench_qa_wikidata_generate_until bigbench_repeat_copy_logic_generate_until',
 }
 CORE = {task: numbers for numbers, tasks in CORE.items() for task in tasks.split()}
+LEFT_OUT = ['jeopardy', 'squad as completion', 'hellaswag without examples']
 
 
 def score_continuations(model, pairs, batch_size):
@@ -43,7 +44,7 @@ def score_continuations(model, pairs, batch_size):
             pieces.append((i, (context + continuation[:start] + piece)[-T - 1 :], len(piece)))
     pieces.sort(key=lambda piece: -len(piece[1]))
     scores = [(0.0, len(continuation) > 0) for _, continuation in pairs]
-    for low in tqdm(range(0, len(pieces), batch_size), unit='batch', leave=False, disable=None):
+    for low in tqdm(range(0, len(pieces), batch_size), unit='batch', leave=False, disable=None if is_first() else True):
         batch = pieces[low : low + batch_size]
         longest = len(batch[0][1]) - 1
         padded = [row[:-1] + [0] * (longest + 1 - len(row)) for _, row, _ in batch]  # padding at the end changes nothing
@@ -66,8 +67,9 @@ def split_request(meta, context, continuation):
 
 def harness(model, meta, batch_size, results, generate, opens=True):
     """Our model for the lm-eval harness (optional: pip install lm-eval). results (ResumableResults): what an interrupted
-    run has measured. generate(model, meta, prompts, max_tokens, temperature, stops): the texts that are decoded after prompts
-    (ids). opens: the document token comes before every text, as in our training; else only where there is no context at all."""
+    run has measured; where it has several processes, each scores a part of the requests and all have all results.
+    generate(model, meta, prompts, max_tokens, temperature, stops): the texts that are decoded after prompts (ids). opens: the
+    document token comes before every text, as in our training; else only where there is no context at all."""
     LM = import_optional('lm_eval.api.model', 'lm-eval').LM
     Collator = import_optional('lm_eval.models.utils', 'lm-eval').Collator
 
@@ -76,10 +78,13 @@ def harness(model, meta, batch_size, results, generate, opens=True):
 
         def method(self, requests):
             arguments = [request.args for request in requests]
-            name = f'{measure.__name__} {hashlib.sha256(json.dumps(arguments).encode()).hexdigest()}'
-            size = 16 * batch_size  # requests that are sorted by length together
-            parts = results.batches(name, range(0, len(arguments), size), lambda low: measure(arguments[low : low + size]))
-            return [tuple(result) if isinstance(result, list) else result for part in parts for result in part]
+            order = sorted(range(len(arguments)), key=lambda i: sum(len(a) for a in arguments[i] if isinstance(a, str)))[::-1]
+            ordered = [arguments[i] for i in order]  # little padding, and equal work for processes side by side
+            name = f'{measure.__name__} {hashlib.sha256(json.dumps(ordered).encode()).hexdigest()}'
+            starts = range(0, len(ordered), batch_size)
+            parts = results.batches(name, starts, lambda low: measure(ordered[low : low + batch_size]))
+            measured = dict(zip(order, (result for part in parts for result in part), strict=True))
+            return [tuple(r) if isinstance(r, list) else r for r in (measured[i] for i in range(len(order)))]
 
         return method
 
@@ -132,9 +137,12 @@ def run_harness(lm, config):
         for task, values in scores.items():
             numbers = {k.partition(',')[0]: v for k, v in values.items() if isinstance(v, float) and 'stderr' not in k}
             metrics[task] = numbers
-            print(f'{task:<50}' + '  '.join(f'{k} {v:.4f}' for k, v in numbers.items()))
+            if is_first():
+                print(f'{task:<50}' + '  '.join(f'{k} {v:.4f}' for k, v in numbers.items()))
     if core:
         centred = [(metrics[name][metric] - guess) / (1 - guess) for name, (_, metric, guess) in CORE.items()]
-        metrics['CORE'] = {'centred': sum(centred) / len(centred)}
-        print(f'{"CORE":<50}centred {metrics["CORE"]["centred"]:.4f}')
+        metrics['CORE'] = {'centred': sum(centred) / len(centred), 'tasks': len(centred), 'left_out': LEFT_OUT}
+        if is_first():
+            print(f'{"CORE":<50}centred {metrics["CORE"]["centred"]:.4f}')
+            print(f'CORE is the average of {len(centred)} tasks; left out: {", ".join(LEFT_OUT)}.')
     return metrics
