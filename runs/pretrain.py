@@ -26,7 +26,7 @@ from support.folders import work_folder
 from support.suggestions import nearest
 from train import TrainConfig
 
-WINDOWS = 1024  # of block_size, that bits per byte are measured on
+WINDOWS = 1024  # of block_size, that bits per byte are measured on; fewer where that is more than a tenth of the training
 SHARED = 20_000_000_000  # tokens, to a multiple of which a run's are rounded up, so that configs share one dataset
 PUBLISHED = {  # bits per byte and CORE, of the LRT paper; None where it has no number
     'transformer_20L': (0.767, 0.271),
@@ -122,13 +122,14 @@ def plan(path):
     config = read_config(path)
     if not config.vocab_size:
         raise ConfigError(f'{path} states no vocab_size, which the tokenizer is trained for; set vocab_size in it.')
-    tokens, measured = config.max_steps * config.batch_size * config.block_size, WINDOWS * config.block_size
-    val_fraction = min(max(4 * measured / tokens, 0.001), 0.05)
+    sequences = config.max_steps * config.batch_size
+    tokens, windows = sequences * config.block_size, min(WINDOWS, max(1, sequences // 10))
+    val_fraction = min(max(4 * windows / sequences, 0.001), 0.05)
     subset, limit = '10BT', 0
     if tokens > 9e9:
         subset, limit = '100BT', math.ceil(tokens / (1 - val_fraction) / SHARED) * SHARED
     batch = config.device_batch_size or 64
-    numbers = config.vocab_size, subset, limit, f'{val_fraction:g}', batch, math.ceil(WINDOWS / batch)
+    numbers = config.vocab_size, subset, limit, f'{val_fraction:g}', batch, math.ceil(windows / batch)
     print(config.data_dir, config.out_dir, *numbers, torch.cuda.device_count())
 
 

@@ -29,6 +29,7 @@ CORE = {
     'bigbench_operators_generate_until bigbench_qa_wikidata_generate_until bigbench_repeat_copy_logic_generate_until',
 }
 CORE = {task: numbers for numbers, tasks in CORE.items() for task in tasks.split()}
+BROKEN = ImportError, AssertionError  # the harness cannot run a task, whatever the data: a package is missing, or is too new
 LEFT_OUT = ['jeopardy', 'squad as completion', 'hellaswag without examples']
 
 
@@ -121,28 +122,36 @@ def harness(model, meta, batch_size, results, generate, opens=True):
 
 
 def run_harness(lm, config):
-    """{task: {metric: value}} of the harness, and with CORE its centred average: the mean of (acc - guess) / (1 - guess)."""
+    """{task: {metric: value}} of the harness, and with CORE its centred average: the mean of (acc - guess) / (1 - guess), over
+    how many 'tasks', and what is 'left_out': also tasks that BROKEN ends. Raises ConfigError where data cannot be had."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=config.lm_tasks or None)
     shared = dict(model=lm, task_manager=manager, limit=config.limit or None, bootstrap_iters=0)
-    core, metrics = config.lm_eval == 'core', {}
+    core, metrics, left_out = config.lm_eval == 'core', {}, list(LEFT_OUT)
     for name in CORE if core else config.lm_eval.split(','):
         shots = CORE[name][0] if core else config.num_fewshot
         try:
             scores = lm_eval.simple_evaluate(tasks=[name], num_fewshot=None if shots < 0 else shots, **shared)['results']
-        except (ValueError, KeyError, OSError) as e:
-            raise ConfigError(f'the task {name} could not be run ({type(e).__name__}: {str(e)[:200]}).') from None
+        except (ValueError, KeyError, OSError, *BROKEN) as e:
+            reason = f'{type(e).__name__}: {str(e)[:200]}'
+            if not core or not isinstance(e, BROKEN):
+                raise ConfigError(f'the task {name} could not be run ({reason}).') from None
+            left_out.append(f'{name} ({reason})')
+            continue
         for task, values in scores.items():
             numbers = {k.partition(',')[0]: v for k, v in values.items() if isinstance(v, float) and 'stderr' not in k}
             metrics[task] = numbers
             if is_first():
                 print(f'{task:<50}' + '  '.join(f'{k} {v:.4f}' for k, v in numbers.items()))
     if core:
-        centred = [(metrics[name][metric] - guess) / (1 - guess) for name, (_, metric, guess) in CORE.items()]
-        metrics['CORE'] = {'centred': sum(centred) / len(centred), 'tasks': len(centred), 'left_out': LEFT_OUT}
+        known = {name: numbers for name, numbers in CORE.items() if name in metrics}
+        if not known:
+            raise ConfigError(f'no task of CORE could be run; the last was {left_out[-1]}.')
+        centred = [(metrics[name][metric] - guess) / (1 - guess) for name, (_, metric, guess) in known.items()]
+        metrics['CORE'] = {'centred': sum(centred) / len(centred), 'tasks': len(centred), 'left_out': left_out}
         if is_first():
             print(f'{"CORE":<50}centred {metrics["CORE"]["centred"]:.4f}')
-            print(f'CORE is the average of {len(centred)} tasks; left out: {", ".join(LEFT_OUT)}.')
+            print(f'CORE is the average of {len(centred)} tasks; left out: {", ".join(left_out)}.')
     return metrics
