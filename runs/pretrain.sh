@@ -6,7 +6,8 @@
 # on the Python standard library's own source unless SOURCE says otherwise, without network, in data/tiny and out/tiny: under
 # six minutes a config on two cores. CORE needs `pip install lm-eval`; without it the report says so.
 set -euo pipefail
-config=${1:?"name a config: bash runs/pretrain.sh config/NAME.py"}
+[ $# = 1 ] || { echo "error: name one config: bash runs/pretrain.sh config/NAME.py" >&2; exit 2; }
+config=$1
 REQUIREMENTS=requirements-data.txt
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 export PYTHONUNBUFFERED=1

@@ -162,7 +162,7 @@ def test_the_script_asks_only_for_commands_and_keys_that_exist():
     assert {*re.findall(r'runs\.pretrain (\w+)', script)} == {*pretrain.COMMANDS}
     assert script.count('read -r ') == 1 and len(re.search('read -r (.*) <<<', script)[1].split()) == 9
     without = subprocess.run(['bash', 'runs/pretrain.sh'], cwd=ROOT, capture_output=True, text=True)
-    assert without.returncode != 0 and 'name a config' in without.stderr
+    assert without.returncode == 2 and 'name one config' in without.stderr
 
 
 # An evaluation on several processes
