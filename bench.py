@@ -102,8 +102,10 @@ VARIANTS = {
     'textbook': {},
     't2mlr_16_4': {'recurrence': 't2mlr'} | jacobi(16, 4),
     't2mlr_4_4': {'recurrence': 't2mlr'} | jacobi(4, 4),
+    't2mlr_4_4_scan': {'recurrence': 't2mlr', 'scan': True} | jacobi(4, 4),
     't2mlr_2_2': {'recurrence': 't2mlr'} | jacobi(2, 2),
     'lrt_interleaved_2': {'recurrence': 'lrt', 'schedule': 'interleaved', 'n_subsets': 2},
+    'lrt_interleaved_2_scan': {'recurrence': 'lrt', 'schedule': 'interleaved', 'n_subsets': 2, 'scan': True},
     'lrt_refine_1': {'recurrence': 'lrt'} | jacobi(1, 2),
 }
 

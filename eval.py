@@ -39,6 +39,7 @@ from support.data import Dataset
 from support.harness import harness, run_harness
 from support.loading import DTYPES, computing, find_checkpoint, load
 from support.loss import score_tokens, token_nll
+from support.overview import draw_overview
 from support.processes import Process, reporting_to_torchrun
 from support.prompts import is_aligned, prompt_recurs
 from support.results import ResumableResults, provenance
@@ -135,6 +136,19 @@ def score_task(model, data, split, schedule, config, results):
             'by_position': accuracy_by(hit, step),
         }
     return scores
+
+
+def guessing(arrays, scores):
+    """{score: accuracy of a guess}: of any state, all alike; of the value that an example's dictionary shows most often."""
+    accuracies = {}
+    for name, (first, end) in scores.items():
+        accuracies[name] = 1 / (end - first)
+        if name != 'state':
+            shown = [np.bincount(row[(row >= first) & (row < end)]).argmax() for row in arrays['tokens'].astype(int)]
+            targets = arrays['targets']
+            hit = (targets == np.array(shown)[:, None])[(targets >= first) & (targets < end)]
+            accuracies[name] = float(hit.mean())
+    return accuracies
 
 
 @torch.inference_mode()
@@ -366,6 +380,9 @@ def evaluate(path, config, process):
         if config.show:
             show_answers(read_examples(data, split), results, config.show)
     else:
+        if not data.is_text:
+            arrays = data.split(split)
+            result |= {'chance': guessing(arrays, data.meta['scores']), 'examples': len(arrays['tokens'])}
         score = score_text if data.is_text else score_task
         for name, schedule in schedules(checkpoint['config']).items():
             result[name] = score(model, data, split, schedule, config, results)
@@ -391,7 +408,7 @@ def compare(results, config):
     if config.results:
         Path(config.results).write_text(json.dumps(summaries, indent=2), encoding='utf-8')
     if config.figure:
-        figures.draw_accuracies(results, config.figure)
+        figures.draw_accuracies({name: [result] for name, result in results.items()}, config.figure)
 
 
 def measure(config, process):
@@ -432,7 +449,7 @@ def main(argv):
     config = parse(EvalConfig, argv, 'python eval.py [--key=value ...]')
     with reporting():
         if config.overview:
-            return figures.draw_overview(config.overview)
+            return draw_overview(config.overview)
         if config.curves:
             return figures.draw_curves(config.curves.split(','), config.figure)
         if config.study:

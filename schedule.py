@@ -121,7 +121,7 @@ PARALLEL, SEQUENTIAL = Schedule(), Schedule(schedule='sequential')
 def exact_schedule(T, how='auto'):
     """The exact recurrence over T positions: token by token, or Jacobi passes until float32 shows no change."""
     jacobi = how == 'jacobi' or (how == 'auto' and T > 256)  # far fewer passes than positions
-    return Schedule('jacobi', d_forward=T, d_backward=1, scan=True, jacobi_tol=1e-5) if jacobi else SEQUENTIAL
+    return Schedule('jacobi', d_forward=T, d_backward=1, jacobi_tol=1e-5) if jacobi else SEQUENTIAL
 
 
 def drop_converged(positions, first):

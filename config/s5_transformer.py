@@ -1,7 +1,7 @@
 # State tracking with retrieval on S_5, the T2MLR paper's synthetic task: a plain transformer.
 # Data: python prepare_data.py s5 --group=5 --actions=generators --distractors=5 --steps=1-10 --test_steps=1-40 \
 #           --recur_on_prompt=True
-# One CPU core, about four minutes. bash runs/s5.sh runs it beside the others; what came out stands in the README.
+# One CPU core, about four minutes. bash runs/s5.sh runs it beside the others; what came out stands in docs/results.md.
 data_dir = 'data/s5'
 out_dir = 'out/s5_transformer'
 

@@ -8,7 +8,10 @@ set -euo pipefail
 parts=${PARTS:-s3 text s5} seeds=${SEEDS:-1 2 3}
 common="--init_from=auto --threads=1"
 
-run_part() { # PART MEASURED SEEDS FLAGS: runs `cells`
+run_part() { # PART MEASURED SEEDS FLAGS: runs `cells`, and each of `pairs` with the scan and without
+    for pair in "${pairs[@]}"; do
+        cells+=("${pair/ /-scan } --scan=True" "${pair/ /-plain }")
+    done
     for seed in $3; do
         for cell in "${cells[@]}"; do echo "results/scan_$1/${cell/ /-$seed.json $2 } $4 $common --seed=$seed"; done
     done | run_cells
@@ -19,7 +22,7 @@ for part in $parts; do
     case $part in
     s3)
         python prepare_data.py s5 --group=3 --steps=1-8 --test_steps=1-16 --recur_on_prompt=True --out=data/s3
-        cells=("t2mlr-8-scan config/s3_t2mlr.py --d_forward=8 --scan=True")
+        pairs=() cells=("t2mlr-8-scan config/s3_t2mlr.py --d_forward=8 --scan=True")
         run_part s3 s3-test "$seeds" ""
         ;;
     text) # 66,000 parameters; 1,500 updates of 4,096 bytes
@@ -27,18 +30,15 @@ for part in $parts; do
         t2mlr="config/text_t2mlr.py --l_start=1 --l_end=2 --d_backward=2"
         lrt="config/text_lrt.py --source_layer=2"
         cells=("plain config/text_transformer.py")
-        for scan in False True; do
-            kind=$([ $scan = True ] && echo scan || echo plain)
-            cells+=(
-                "t2mlr-2-$kind $t2mlr --scan=$scan --d_forward=2"
-                "t2mlr-1to4-$kind $t2mlr --scan=$scan --d_forward=4 --min_passes=1"
-                "lrt-interleaved2-$kind $lrt --scan=$scan"
-                "lrt-refine1-$kind $lrt --scan=$scan --schedule=jacobi --d_forward=1 --d_backward=2"
-                "lrt-refine1to3-$kind $lrt --scan=$scan --schedule=jacobi --d_forward=3 --d_backward=4 --min_passes=1"
-                "t2mlr-1to8-$kind $t2mlr --scan=$scan --d_forward=8 --min_passes=1"
-                "t2mlr-4-$kind $t2mlr --scan=$scan --d_forward=4 --d_backward=4"
-            )
-        done
+        pairs=(
+            "t2mlr-1to4 $t2mlr --d_forward=4 --min_passes=1"
+            "t2mlr-2 $t2mlr --d_forward=2"
+            "lrt-interleaved2 $lrt"
+            "lrt-refine1 $lrt --schedule=jacobi --d_forward=1 --d_backward=2"
+            "lrt-refine1to3 $lrt --schedule=jacobi --d_forward=3 --d_backward=4 --min_passes=1"
+            "t2mlr-1to8 $t2mlr --d_forward=8 --min_passes=1"
+            "t2mlr-4 $t2mlr --d_forward=4 --d_backward=4"
+        )
         export EVAL_FLAGS="--batch_size=32 --max_batches=40"
         run_part text stdlib-val "$(echo "$seeds" | cut -d ' ' -f 1-2)" \
             "--n_layer=4 --n_embd=32 --batch_size=32 --learning_rate=4e-3 --eval_interval=1500 --eval_batches=1 --eval_exact_batches=0"
@@ -46,21 +46,16 @@ for part in $parts; do
     s5) # 500 test examples of each length
         python prepare_data.py s5 --group=5 --actions=generators --distractors=5 --steps=1-10 --test_steps=1-40 --n_test=20000 \
             --recur_on_prompt=True --out=data/s5-20000
-        cells=()
-        for scan in True False; do
-            kind=$([ $scan = True ] && echo scan || echo plain)
-            t2mlr="config/s5_t2mlr.py --scan=$scan"
-            lrt="config/s5_lrt.py --scan=$scan"
-            cells+=(
-                "t2mlr-4-$kind $t2mlr --d_forward=4"
-                "t2mlr-8-$kind $t2mlr --d_forward=8"
-                "t2mlr-16-$kind $t2mlr"
-                "lrt-refine1-$kind $lrt --schedule=jacobi --d_forward=1 --d_backward=2"
-                "lrt-refine3-$kind $lrt --schedule=jacobi --d_forward=3 --d_backward=4"
-                "lrt-interleaved2-$kind $lrt"
-                "lrt-interleaved4-$kind $lrt --n_subsets=4"
-            )
-        done
+        cells=() t2mlr=config/s5_t2mlr.py lrt=config/s5_lrt.py
+        pairs=(
+            "t2mlr-4 $t2mlr --d_forward=4"
+            "t2mlr-8 $t2mlr --d_forward=8"
+            "t2mlr-16 $t2mlr"
+            "lrt-interleaved2 $lrt"
+            "lrt-interleaved4 $lrt --n_subsets=4"
+            "lrt-refine1 $lrt --schedule=jacobi --d_forward=1 --d_backward=2"
+            "lrt-refine3 $lrt --schedule=jacobi --d_forward=3 --d_backward=4"
+        )
         export EVAL_FLAGS=
         run_part s5 s5-20000-test "$seeds" "--data_dir=data/s5-20000"
         ;;

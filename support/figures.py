@@ -9,25 +9,32 @@ from pathlib import Path
 import numpy as np
 
 from configurator import ConfigError, explaining
-from schedule import SEQUENTIAL, Schedule
 
-COLOURS = [f'tab:{name}' for name in 'blue orange green purple brown gray olive'.split()]
+# The palette of Okabe and Ito, told apart by colour-blind eyes too, without its yellow, which is faint on white.
+COLOURS = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000']
+MARKERS = 'osD^vP*'
 
 
 @contextlib.contextmanager
 def drawing(path, *shape, **settings):
-    """A figure and its panels (rows and columns in `shape`), written to the file `path`."""
+    """A figure and its panels (rows and columns, or a mosaic, in `shape`), written to the file `path`."""
     import matplotlib  # slow to import, and most commands draw nothing
 
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
-    cycle = plt.cycler(color=COLOURS) + plt.cycler(marker='osD^v<>')
-    with plt.rc_context({'axes.prop_cycle': cycle, 'lines.markersize': 4}):
-        figure, panels = plt.subplots(*shape, layout='constrained', **settings)
+    cycle = plt.cycler(color=COLOURS) + plt.cycler(marker=MARKERS)
+    make = plt.subplot_mosaic if shape and isinstance(shape[0], list) else plt.subplots
+    with plt.rc_context({'axes.prop_cycle': cycle, 'lines.markersize': 5, 'font.size': 12}):
+        figure, panels = make(*shape, layout='constrained', **settings)
         yield figure, panels
         figure.savefig(path, dpi=150)
     print(f'wrote {path}', file=sys.stderr)
+
+
+def whole_numbers(panel):
+    """Ticks of the horizontal axis at whole numbers alone."""
+    panel.xaxis.get_major_locator().set_params(integer=True)
 
 
 def draw_curves(folders, path):
@@ -46,53 +53,9 @@ def draw_curves(folders, path):
                 raise ConfigError(f'curves={folder}: its log.jsonl holds no loss; train it first.')
             (line,) = panel.plot(list(val), list(val.values()), label=os.path.basename(folder))
             panel.plot(list(train), list(train.values()), alpha=0.4, linewidth=1, color=line.get_color(), marker='')
-        panel.set(xlabel='step', ylabel='loss (nats per token): training faint, validation as decoded')
+        panel.set(xlabel='step', ylabel='loss, nats per token', title='faint: training; markers: validation, as decoded')
+        whole_numbers(panel)
         panel.legend()
-
-
-def draw_overview(path):
-    """The two recurrences on a stack of layers over three tokens, and which positions each pass of each schedule touches."""
-    layers, orange = 6, COLOURS[1]
-    with drawing(path, 1, 2 + 4, figsize=(15, 4.2), width_ratios=[2.3, 2.3, 1, 1, 1, 1]) as (figure, panels):
-        t2mlr, lrt, *rest = panels
-        draw_recurrence(t2mlr, 'T2MLR', layers, range(2, 4), 0.9, [(2.1, 3.6, 1.8)])
-        draw_recurrence(lrt, 'LRT', layers, range(layers), 0.45, [(layer + 0.35, 4.35, 1.0) for layer in range(layers)])
-        t2mlr.set_ylabel('layer')
-        shown = (Schedule('jacobi', 3, 2), Schedule('interleaved'), Schedule('chunked', chunk_size=3), SEQUENTIAL)
-        for panel, schedule in zip(rest, shown, strict=True):
-            draw_schedule(panel, schedule, 8)
-        rest[0].set_ylabel('pass (first on top)')
-        for panel in panels:
-            panel.spines[:].set_visible(False)
-            panel.tick_params(length=0)
-        meanings = {'without memory': ('0.75', 1), 'reads the memory': (orange, 1), 'without gradient': (orange, 0.35)}
-        handles = [rest[0].bar(0, 0, color=colour, alpha=alpha) for colour, alpha in meanings.values()]
-        figure.legend(handles, meanings, loc='outside lower right', ncols=3)
-
-
-def draw_recurrence(panel, title, layers, span, alpha, reads):
-    """A stack of layers at three tokens, those of the span in colour. reads: of each arrow from a token to the next, the height
-    at which it arrives, the height at which it starts, and the width."""
-    blue, orange = COLOURS[:2]
-    for layer in range(layers):
-        face = dict(color=blue, alpha=alpha) if layer in span else dict(color='0.88', alpha=0.9)
-        panel.bar(range(3), 0.7, 0.56, bottom=layer, edgecolor='0.3', **face)
-    for t in range(2):
-        for to, source, width in reads:
-            arrow = dict(arrowstyle='->', color=orange, linewidth=width)
-            panel.annotate('', (t + 0.72, to), (t + 0.28, source), arrowprops=arrow)
-    panel.set(xlim=(-0.6, 2.6), ylim=(-0.1, layers + 0.1), title=title)
-    panel.set_xticks(range(3), ['t - 1', 't', 't + 1'])
-    panel.set_yticks([layer + 0.35 for layer in range(layers)], range(layers))
-
-
-def draw_schedule(panel, schedule, T):
-    """The passes of a schedule over T positions, one row per pass."""
-    for row, p in enumerate(schedule.passes(T)):
-        colour, alpha = COLOURS[1] if p.reads_memory else '0.75', 1.0 if p.with_grad else 0.35
-        panel.bar(p.positions, 0.8, 0.86, bottom=-row, align='edge', color=colour, alpha=alpha)
-    depths = f' {schedule.d_forward}, {schedule.d_backward}' if schedule.schedule == 'jacobi' else ''
-    panel.set(xlim=(-0.2, T), ylim=(-T + 0.8, 1), title=schedule.schedule + depths, xlabel='position', xticks=[], yticks=[])
 
 
 def markdown_table(head, rows):
@@ -113,19 +76,48 @@ def print_table(head, rows):
         print('  '.join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))))
 
 
-def draw_costs(points, path):
-    """Bits per byte against the FLOPs (1e12) of the training, of {cell: (FLOPs, bits)}, one colour per family."""
-    families = sorted({cell.split('-')[0] for cell in points})
-    with drawing(path, figsize=(8, 4.6)) as (figure, panel):
-        for i, (cell, (flops, bits)) in enumerate(points.items()):
-            colour = COLOURS[families.index(cell.split('-')[0]) % 7]
-            style = dict(marker='osD^v<>pP*Xhd'[i % 13], markersize=6, color=colour, markeredgecolor='0.2', linestyle='')
-            panel.plot(flops, bits, label=f'{bits:.3f}  {cell}', **style)
-        plain = sorted(point for cell, point in points.items() if cell.split('-')[0] == 'plain')
-        if plain:  # the transformer itself, at several costs
-            panel.plot(*zip(*plain, strict=True), color='0.5', linewidth=1, marker='', zorder=0)
-        panel.set(xscale='log', xlabel='FLOPs of the training (1e12)', ylabel='bits per byte, exact decoding')
-        figure.legend(loc='outside right upper', fontsize=8)
+def draw_costs(cells, path):
+    """Bits per byte of {cell: results of its seeds}, the lowest on top, and beside it the FLOPs of its training; one colour per
+    family. A filled marker is exact decoding, an open one the training schedule, both means; the line spans the seeds."""
+    families, rows = list(dict.fromkeys(cell.split('-')[0] for cell in cells)), range(len(cells))
+    settings = dict(figsize=(9, 1.3 + 0.3 * len(cells)), sharey=True, width_ratios=[3, 1.2])
+    with drawing(path, 1, 2, **settings) as (figure, (bits, cost)):
+        for row, (cell, results) in enumerate(cells.items()):
+            family = families.index(cell.split('-')[0])
+            style = dict(color=COLOURS[family % 7], marker=MARKERS[family % 7], markersize=7)
+            exact, trained = ([s['bits_per_byte'] for s in scores] for scores in scores_of(results))
+            bits.plot([min(exact), max(exact)], [row] * 2, color=style['color'], marker='', linewidth=2)
+            bits.plot(np.mean(trained), row, fillstyle='none', **style)
+            bits.plot(np.mean(exact), row, **style)
+            cost.barh(row, results[0]['training_flops'] / 1e12, 0.6, color=style['color'])
+        bits.set_yticks(rows, list(cells))
+        bits.invert_yaxis()
+        bits.set_xlabel('bits per byte, left is better')
+        bits.set_title('filled: as decoded; open: as trained', fontsize=12)
+        cost.set_xlabel('training FLOPs, 1e12')
+        whole_numbers(cost)
+        for panel in (bits, cost):
+            panel.grid(axis='x', color='0.9')
+            panel.set_axisbelow(True)
+        caption(figure, cells)
+
+
+def scores_of(results):
+    """The scores of exact decoding and those of the training schedule, of each result."""
+    return [decoding_scores(result) for result in results], [result['training'] for result in results]
+
+
+def caption(figure, cells):
+    """Writes below a figure how many seeds it shows, and on how many examples, answers or tokens they were measured."""
+    seeds = sorted({len(results) for results in cells.values()})
+    first = next(iter(cells.values()))[0]
+    n, of = first.get('examples'), 'test examples'
+    if 'decoded' in first:
+        n, of = first['decoded']['answers'], 'answers'
+    elif 'bits_per_byte' in first['training']:
+        n, of = first['training']['tokens'], 'tokens'
+    text = f'{" to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))} seed{"s" if seeds != [1] else ""}'
+    figure.supxlabel(f'{text}; n = {n:,} {of}' if n else text, fontsize=10, color='0.35')
 
 
 def decoding_scores(result):
@@ -177,29 +169,51 @@ def print_result(result):
     print_table(['all lengths', *columns], [['', *(column['all'] for column in columns.values())]])
 
 
-def draw_accuracies(results, path):
-    """Accuracy of decoding against the step, one panel per score, one line per checkpoint; of answers against their depth."""
-    names = list(accuracy_curves(next(iter(results.values()))))
-    settings = dict(figsize=(4.5 * len(names), 3.4), sharey=True, squeeze=False)
+def draw_accuracies(cells, path):
+    """Accuracy of decoding of {cell: results of its seeds} against the step, one panel per score, or of answers against their
+    depth: the mean over the seeds and a band from the worst to the best. The first cell is on top."""
+    first = next(iter(cells.values()))[0]
+    names = list(accuracy_curves(first))
+    settings = dict(figsize=(5.5 * len(names), 4.2), sharey=True, squeeze=False)
     with drawing(path, 1, len(names), **settings) as (figure, panels):
         for panel, name in zip(panels[0], names, strict=True):
-            for label, result in results.items():
-                points = accuracy_curves(result)[name]
-                panel.plot([int(step) for step in points], list(points.values()), label=label)
-            if 'trained_length' in result:
-                panel.axvline(result['trained_length'] + 0.5, color='0.6', linestyle=':', linewidth=1)
-            panel.set(xlabel='depth' if 'decoded' in result else 'step of the example', title=name, ylim=(-0.03, 1.03))
-        panels[0][0].set_ylabel('accuracy (fraction)')
-        figure.legend(*panels[0][0].get_legend_handles_labels(), loc='outside upper center', ncols=min(len(results), 4))
+            for i, (cell, results) in enumerate(cells.items()):
+                curves = [accuracy_curves(result)[name] for result in results]
+                steps = [int(step) for step in curves[0] if all(step in curve for curve in curves)]
+                values = np.array([[curve[str(step)] for step in steps] for curve in curves])
+                # Of lines that coincide the lower ones are wider, and their markers stand at other steps.
+                every = (i * len(steps) // len(cells) % (skip := 1 + len(steps) // 20), skip)
+                style = dict(linewidth=1.6 + 0.4 * i, markersize=5 + 0.8 * i, zorder=3 - 0.1 * i, markevery=every)
+                (line,) = panel.plot(steps, values.mean(0), label=cell, **style)
+                panel.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+            lines = {'chance': (panel.axhline, first.get('chance', {}).get(name), '--')}
+            lines['longest trained'] = (panel.axvline, first.get('trained_length'), ':')
+            for label, (draw, at, dashes) in lines.items():
+                if at is not None:
+                    draw(at, color='0.45', linestyle=dashes, linewidth=1.2, label=label, zorder=1)
+            panel.set(xlabel='depth' if 'decoded' in first else 'step of the example', title=name, ylim=(-0.03, 1.03))
+            whole_numbers(panel)
+            panel.yaxis.set_major_formatter('{x:.0%}')
+        panels[0][0].set_ylabel('accuracy, as decoded')
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc='outside upper center', ncols=min(len(cells) + 2, 5))
+        caption(figure, cells)
+
+
+def effective_gates(diagnosis):
+    """{gate: mean of what it multiplies by}: T2MLR's sigmoids times tanh(gamma); those of LRT as they are, for each layer."""
+    if 'moved' not in diagnosis:
+        return diagnosis['gates']
+    return {name: np.tanh(diagnosis['gammas'][f'fusion.gamma_{name}']) * gate for name, gate in diagnosis['gates'].items()}
 
 
 def print_diagnosis(diagnosis):
     """Prints the tables of a diagnosis."""
     print_table(['parameter', 'value'], list(diagnosis['gammas'].items()))
-    gates, moved = diagnosis['gates'], diagnosis.get('moved')
+    gates, effective, moved = diagnosis['gates'], effective_gates(diagnosis), diagnosis.get('moved')
     print()
     if moved is not None:
-        print(f'mean gates: cur {gates["cur"]:.4f}, rec {gates["rec"]:.4f}; Phi moves the stream by {moved:.4f}')
+        print_table(['gate', 'sigmoid', 'tanh(gamma) sigmoid'], [[name, gates[name], float(effective[name])] for name in gates])
+        print(f'\nPhi changes the stream by {moved:.4f} of its norm')
     else:
         print_table(['layer', 'gate_loc', 'gate_rec'], [[layer, *gate.values()] for layer, gate in gates.items()])
     print('\nlargest relative change of the span by pass: ' + ' '.join(f'{r:.1e}' for r in diagnosis['residuals']))
@@ -209,18 +223,23 @@ def print_diagnosis(diagnosis):
 
 def draw_diagnosis(diagnosis, path):
     """The gates of a recurrence, its residuals by pass, and the effect of its memory on later tokens."""
-    gates, residuals, carried = diagnosis['gates'], diagnosis['residuals'], diagnosis['carried']
-    with drawing(path, 1, 3, figsize=(12, 3.4)) as (_, panels):
+    gates, residuals, carried = effective_gates(diagnosis), diagnosis['residuals'], diagnosis['carried']
+    with drawing(path, 1, 3, figsize=(13, 4)) as (_, panels):
         if 'moved' in diagnosis:
-            panels[0].bar(list(gates), list(gates.values()), color=COLOURS[:2])
+            panels[0].bar(list(gates), list(gates.values()), 0.5, color=COLOURS[:2])
+            panels[0].axhline(0, color='0.45', linewidth=1)
+            panels[0].set(title='effective gates', ylabel='mean of tanh(gamma) sigmoid')
         else:
             panels[0].plot(list(gates), [list(gate.values()) for gate in gates.values()], label=['loc', 'rec'])
             panels[0].legend()
-        panels[0].set(title='gates', xlabel='gate' if 'moved' in diagnosis else 'layer', ylabel='mean')
+            panels[0].set(title='gates', xlabel='layer', ylabel='mean')
+            whole_numbers(panels[0])
         panels[1].plot(range(1, len(residuals) + 1), residuals)
         panels[1].set(title='fixed point', xlabel='pass', ylabel='largest relative change', yscale='log')
+        whole_numbers(panels[1])
         panels[2].plot(list(carried), list(carried.values()))
         panels[2].set(title='memory at t set to 0', xlabel='tokens later', ylabel='nats lost', xscale='symlog')
+        panels[2].set_xticks(list(carried), [str(k) for k in carried])
 
 
 def read_study(folder):
@@ -271,13 +290,12 @@ def study_row(results):
 
 
 def report_study(cells, config):
-    """Prints the table of a study in Markdown and draws its figure: of tasks accuracies of the first seed, of texts costs."""
+    """Prints the table of a study in Markdown and draws its figure: of tasks accuracies, of texts bits per byte and costs."""
     rows = sorted(((cell, *study_row(results)) for cell, results in cells.items()), key=lambda row: row[1])
     print_markdown(['cell', *rows[0][-1]], [[cell, *columns.values()] for cell, *_, columns in rows])
     if config.json:
         print(json.dumps({cell: means for cell, _, means, _ in rows}))
-    firsts = {cell: results[0] for cell, results in cells.items()}
-    if config.figure and summarise(firsts[rows[0][0]]):
-        draw_accuracies(firsts, config.figure)
-    elif config.figure:
-        draw_costs({cell: (firsts[cell]['training_flops'] / 1e12, bits) for cell, bits, *_ in rows}, config.figure)
+    if config.figure:
+        ranked = {cell: cells[cell] for cell, *_ in rows}
+        draw = draw_accuracies if summarise(next(iter(ranked.values()))[0]) else draw_costs
+        draw(ranked, config.figure)
