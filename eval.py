@@ -2,7 +2,8 @@
 
 Task data: accuracy of each score by position and by length. Text: bits per byte under the training schedule and under exact
 decoding. Both run the model twice, as it was trained and with the exact sequential recurrence that decoding has. The numbers
-also go to eval-DATASET-SPLIT.json beside the checkpoint.
+also go to eval-DATASET-SPLIT.json beside the checkpoint. Under torchrun --nproc_per_node=N each process has a model and
+measures a part of the batches; the numbers are those of one process.
 
     python eval.py --study=FOLDER              the table and figure of a study, made from such files
     python eval.py --diagnose                  gates, fixed-point residuals, and how far the memory carries
@@ -11,6 +12,7 @@ also go to eval-DATASET-SPLIT.json beside the checkpoint.
     python eval.py --overview=FILE             a drawing of the two recurrences and of the schedules
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -38,7 +40,7 @@ from support.harness import harness, run_harness
 from support.loading import DTYPES, computing, find_checkpoint, load
 from support.loss import score_tokens, token_nll
 from support.overview import draw_overview
-from support.processes import use_device
+from support.processes import Process, reporting_to_torchrun
 from support.prompts import is_aligned, prompt_recurs
 from support.results import ResumableResults, provenance
 from train import TrainConfig, saved_settings
@@ -309,13 +311,13 @@ def diagnose(model, data, split, config):
     return diagnosis | {'carried': {k: nats for k, nats in enumerate(carried) if k & (k - 1) == 0}}
 
 
-def prepare(path, config):
+def prepare(path, config, process):
     """What an evaluation works on: the model, the checkpoint without its weights, the dataset (None for lm_eval), its split.
     Raises ConfigError for what cannot be measured, or cannot be summarised as results or figure."""
     if path.startswith('hf:') and not config.lm_eval:
         raise ConfigError(f'ckpt={path} is a pretrained folder, which lm_eval measures; here name a checkpoint of train.py.')
     torch.set_float32_matmul_precision('high')
-    model, checkpoint = load(path, use_device(config), config.dtype, config.chat)
+    model, checkpoint = load(path, process.device, config.dtype, config.chat)
     if config.lm_eval:
         if is_aligned(checkpoint['meta']):
             raise ConfigError(f'lm_eval={config.lm_eval} needs a text model, and {path} was trained on an aligned task.')
@@ -342,9 +344,9 @@ def prepare(path, config):
 
 
 @torch.no_grad()
-def evaluate(path, config):
+def evaluate(path, config, process):
     """Measures one checkpoint: {'checkpoint', 'update': its step, 'data', 'split', ..} and what score_* returns."""
-    model, checkpoint, data, split = prepare(path, config)
+    model, checkpoint, data, split = prepare(path, config, process)
     if config.diagnose:
         return {'checkpoint': path, **diagnose(model, data, split, config)}
 
@@ -354,14 +356,14 @@ def evaluate(path, config):
     identity |= {'dtype': config.dtype, 'device': model.embed.weight.device.type}
     if config.lm_eval:
         folder = '.' if pretrained else os.path.dirname(path)
-        results = ResumableResults(os.path.join(folder, 'eval-lm_eval.json.part'), identity)
+        results = ResumableResults(os.path.join(folder, 'eval-lm_eval.json.part'), identity, process)
         lm = harness(model, checkpoint['meta'], config.batch_size, results, continue_prompts, not pretrained)
         with computing(model, config.dtype):
             return results.finish({'checkpoint': path, 'lm_eval': run_harness(lm, config)})
     identity |= {name: getattr(config, name) for name in ('max_batches', 'passes', 'exact')}
     identity['data'] = data.meta['splits'][split]
     name = f'eval-{os.path.basename(os.path.normpath(data.folder))}-{split}.json.part'
-    results = ResumableResults(os.path.join(os.path.dirname(path), name), identity)
+    results = ResumableResults(os.path.join(os.path.dirname(path), name), identity, process)
 
     # 2. What was measured, and what produced it.
     result = {'checkpoint': path, 'update': checkpoint['step'], 'data': data.folder, 'split': split}
@@ -409,6 +411,40 @@ def compare(results, config):
         figures.draw_accuracies({name: [result] for name, result in results.items()}, config.figure)
 
 
+def measure(config, process):
+    """Measures and reports every checkpoint that the settings name; the first process alone reports."""
+    # 1. The checkpoints. A mistake in the last is refused before hours go into the first.
+    paths, tasks = [find_checkpoint(part.strip()) for part in config.ckpt.split(',')], set()
+    for path in paths if len(paths) > 1 else ():
+        _, _, data, _ = prepare(path, config, process)
+        tasks.add((data.is_text, *data.scores) if data else None)
+    if len(tasks) > 1 and (config.results or config.figure):
+        raise ConfigError('results and figure summarise one task, and these checkpoints are of several; leave them out.')
+    names = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
+    names = names if len(set(names)) == len(names) else paths
+
+    # 2. Measure and report each.
+    results = {}
+    for path, name in zip(paths, names, strict=True):
+        results[name] = result = evaluate(path, config, process)
+        if not process.first:
+            continue
+        if config.diagnose:
+            figures.print_diagnosis(result)
+            if config.figure:
+                figures.draw_diagnosis(result, config.figure)
+        elif not config.lm_eval:
+            figures.print_result(result)
+
+    # 3. Report all side by side.
+    if not process.first:
+        return
+    if not config.diagnose and not config.lm_eval and len(tasks) < 2 and figures.summarise(result):
+        compare(results, config)
+    if config.json:
+        print(json.dumps(results if len(results) > 1 else result))
+
+
 def main(argv):
     config = parse(EvalConfig, argv, 'python eval.py [--key=value ...]')
     with reporting():
@@ -418,34 +454,11 @@ def main(argv):
             return figures.draw_curves(config.curves.split(','), config.figure)
         if config.study:
             return figures.report_study(figures.read_study(config.study), config)
-
-        # 1. The checkpoints. A mistake in the last is refused before hours go into the first.
-        paths, tasks = [find_checkpoint(part.strip()) for part in config.ckpt.split(',')], set()
-        for path in paths if len(paths) > 1 else ():
-            _, _, data, _ = prepare(path, config)
-            tasks.add((data.is_text, *data.scores) if data else None)
-        if len(tasks) > 1 and (config.results or config.figure):
-            raise ConfigError('results and figure summarise one task, and these checkpoints are of several; leave them out.')
-        names = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
-        names = names if len(set(names)) == len(names) else paths
-
-        # 2. Measure and report each.
-        results = {}
-        for path, name in zip(paths, names, strict=True):
-            results[name] = result = evaluate(path, config)
-            if config.diagnose:
-                figures.print_diagnosis(result)
-                if config.figure:
-                    figures.draw_diagnosis(result, config.figure)
-            elif not config.lm_eval:
-                figures.print_result(result)
-
-        # 3. Report all side by side.
-        if not config.diagnose and not config.lm_eval and len(tasks) < 2 and figures.summarise(result):
-            compare(results, config)
-        if config.json:
-            print(json.dumps(results if len(results) > 1 else result))
+        with contextlib.closing(Process(config)) as process:
+            process.connect()
+            measure(config, process)
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    with reporting_to_torchrun():
+        main(sys.argv[1:])

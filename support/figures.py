@@ -58,10 +58,14 @@ def draw_curves(folders, path):
         panel.legend()
 
 
+def markdown_table(head, rows):
+    """A Markdown table of texts, the first column to the left."""
+    rows = head, ['---', *['---:'] * (len(head) - 1)], *rows
+    return '\n'.join('|' + ''.join(f' {cell} |' if cell else ' |' for cell in row) for row in rows)
+
+
 def print_markdown(head, rows):
-    """Prints a Markdown table of texts, the first column to the left."""
-    for row in (head, ['---', *['---:'] * (len(head) - 1)], *rows):
-        print('|' + ''.join(f' {cell} |' if cell else ' |' for cell in row))
+    print(markdown_table(head, rows))
 
 
 def print_table(head, rows):

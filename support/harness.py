@@ -10,11 +10,11 @@ from configurator import ConfigError
 from schedule import exact_schedule
 from support.loss import score_tokens
 from support.optional import import_optional
-from support.processes import warn
+from support.processes import is_first, warn
 from support.tokens import encode
 
-# CORE (DCLM): {(examples before the question, metric, accuracy of guessing): tasks}. The harness lacks Jeopardy, the completion
-# form of SQuAD and the second count of HellaSwag, so the average is over the other 19 of the 22.
+# CORE (DCLM): {(examples before the question, metric, accuracy of guessing): tasks}, and those of its 22 that the
+# harness lacks.
 CORE = {
     (0, 'acc', 0.0): 'lambada_openai',
     (0, 'acc', 0.25): 'openbookqa',
@@ -29,6 +29,8 @@ CORE = {
     'bigbench_operators_generate_until bigbench_qa_wikidata_generate_until bigbench_repeat_copy_logic_generate_until',
 }
 CORE = {task: numbers for numbers, tasks in CORE.items() for task in tasks.split()}
+BROKEN = ImportError, AssertionError  # the harness cannot run a task, whatever the data: a package is missing, or is too new
+LEFT_OUT = ['jeopardy', 'squad as completion', 'hellaswag without examples']
 
 
 def score_continuations(model, pairs, batch_size):
@@ -43,7 +45,7 @@ def score_continuations(model, pairs, batch_size):
             pieces.append((i, (context + continuation[:start] + piece)[-T - 1 :], len(piece)))
     pieces.sort(key=lambda piece: -len(piece[1]))
     scores = [(0.0, len(continuation) > 0) for _, continuation in pairs]
-    for low in tqdm(range(0, len(pieces), batch_size), unit='batch', leave=False, disable=None):
+    for low in tqdm(range(0, len(pieces), batch_size), unit='batch', leave=False, disable=None if is_first() else True):
         batch = pieces[low : low + batch_size]
         longest = len(batch[0][1]) - 1
         padded = [row[:-1] + [0] * (longest + 1 - len(row)) for _, row, _ in batch]  # padding at the end changes nothing
@@ -66,8 +68,9 @@ def split_request(meta, context, continuation):
 
 def harness(model, meta, batch_size, results, generate, opens=True):
     """Our model for the lm-eval harness (optional: pip install lm-eval). results (ResumableResults): what an interrupted
-    run has measured. generate(model, meta, prompts, max_tokens, temperature, stops): the texts that are decoded after prompts
-    (ids). opens: the document token comes before every text, as in our training; else only where there is no context at all."""
+    run has measured; where it has several processes, each scores a part of the requests and all have all results.
+    generate(model, meta, prompts, max_tokens, temperature, stops): the texts that are decoded after prompts (ids). opens: the
+    document token comes before every text, as in our training; else only where there is no context at all."""
     LM = import_optional('lm_eval.api.model', 'lm-eval').LM
     Collator = import_optional('lm_eval.models.utils', 'lm-eval').Collator
 
@@ -76,10 +79,13 @@ def harness(model, meta, batch_size, results, generate, opens=True):
 
         def method(self, requests):
             arguments = [request.args for request in requests]
-            name = f'{measure.__name__} {hashlib.sha256(json.dumps(arguments).encode()).hexdigest()}'
-            size = 16 * batch_size  # requests that are sorted by length together
-            parts = results.batches(name, range(0, len(arguments), size), lambda low: measure(arguments[low : low + size]))
-            return [tuple(result) if isinstance(result, list) else result for part in parts for result in part]
+            order = sorted(range(len(arguments)), key=lambda i: sum(len(a) for a in arguments[i] if isinstance(a, str)))[::-1]
+            ordered = [arguments[i] for i in order]  # little padding, and equal work for processes side by side
+            name = f'{measure.__name__} {hashlib.sha256(json.dumps(ordered).encode()).hexdigest()}'
+            starts = range(0, len(ordered), batch_size)
+            parts = results.batches(name, starts, lambda low: measure(ordered[low : low + batch_size]))
+            measured = dict(zip(order, (result for part in parts for result in part), strict=True))
+            return [tuple(r) if isinstance(r, list) else r for r in (measured[i] for i in range(len(order)))]
 
         return method
 
@@ -116,25 +122,36 @@ def harness(model, meta, batch_size, results, generate, opens=True):
 
 
 def run_harness(lm, config):
-    """{task: {metric: value}} of the harness, and with CORE its centred average: the mean of (acc - guess) / (1 - guess)."""
+    """{task: {metric: value}} of the harness, and with CORE its centred average: the mean of (acc - guess) / (1 - guess), over
+    how many 'tasks', and what is 'left_out': also tasks that BROKEN ends. Raises ConfigError where data cannot be had."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=config.lm_tasks or None)
     shared = dict(model=lm, task_manager=manager, limit=config.limit or None, bootstrap_iters=0)
-    core, metrics = config.lm_eval == 'core', {}
+    core, metrics, left_out = config.lm_eval == 'core', {}, list(LEFT_OUT)
     for name in CORE if core else config.lm_eval.split(','):
         shots = CORE[name][0] if core else config.num_fewshot
         try:
             scores = lm_eval.simple_evaluate(tasks=[name], num_fewshot=None if shots < 0 else shots, **shared)['results']
-        except (ValueError, KeyError, OSError) as e:
-            raise ConfigError(f'the task {name} could not be run ({type(e).__name__}: {str(e)[:200]}).') from None
+        except (ValueError, KeyError, OSError, *BROKEN) as e:
+            reason = f'{type(e).__name__}: {str(e)[:200]}'
+            if not core or not isinstance(e, BROKEN):
+                raise ConfigError(f'the task {name} could not be run ({reason}).') from None
+            left_out.append(f'{name} ({reason})')
+            continue
         for task, values in scores.items():
             numbers = {k.partition(',')[0]: v for k, v in values.items() if isinstance(v, float) and 'stderr' not in k}
             metrics[task] = numbers
-            print(f'{task:<50}' + '  '.join(f'{k} {v:.4f}' for k, v in numbers.items()))
+            if is_first():
+                print(f'{task:<50}' + '  '.join(f'{k} {v:.4f}' for k, v in numbers.items()))
     if core:
-        centred = [(metrics[name][metric] - guess) / (1 - guess) for name, (_, metric, guess) in CORE.items()]
-        metrics['CORE'] = {'centred': sum(centred) / len(centred)}
-        print(f'{"CORE":<50}centred {metrics["CORE"]["centred"]:.4f}')
+        known = {name: numbers for name, numbers in CORE.items() if name in metrics}
+        if not known:
+            raise ConfigError(f'no task of CORE could be run; the last was {left_out[-1]}.')
+        centred = [(metrics[name][metric] - guess) / (1 - guess) for name, (_, metric, guess) in known.items()]
+        metrics['CORE'] = {'centred': sum(centred) / len(centred), 'tasks': len(centred), 'left_out': left_out}
+        if is_first():
+            print(f'{"CORE":<50}centred {metrics["CORE"]["centred"]:.4f}')
+            print(f'CORE is the average of {len(centred)} tasks; left out: {", ".join(left_out)}.')
     return metrics

@@ -55,6 +55,17 @@ class Process:
             dist.all_reduce(values)
         return values
 
+    def gather(self, value):
+        """[the value of each process], any object, in the memory of the host."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def close(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def is_orphan(self):
         """Whether torchrun was killed, so that nobody would end this process any more."""
         return self.world > 1 and os.getppid() != self.parent
@@ -130,9 +141,14 @@ def check_compiler(device='cpu'):
         ) from None
 
 
+def is_first():
+    """Whether this is the process that speaks for all of a run."""
+    return os.environ.get('RANK', '0') == '0'
+
+
 def warn(sentence):
     """One line on stderr, from the first process, that leaves the progress bar whole."""
-    if os.environ.get('RANK', '0') == '0':
+    if is_first():
         tqdm.write(f'warning: {sentence}', file=sys.stderr)
 
 

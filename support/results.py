@@ -12,15 +12,20 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from configurator import ConfigError
 from support.accounting import count_flops, count_parameters
+from support.processes import is_first
 
 
 class ResumableResults:
-    """The results of an evaluation's batches, in a file until all are measured: an interrupted evaluation continues."""
+    """The results of an evaluation's batches, in a file until all are measured: an interrupted evaluation continues, on any
+    number of processes."""
 
-    def __init__(self, path, identity):
+    def __init__(self, path, identity, process=None):
         """path: that of the final results and `.part`. identity: all that they depend on, as JSON. Each line holds its digest:
-        another evaluation may write to the same file, and its lines are skipped."""
+        another evaluation may write to the same file, and its lines are skipped. process (Process): one of several that share
+        the batches; the first alone reads and writes."""
+        self.process = process if process and process.world > 1 else None
         self.path, self.measured = path, {}
         self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         text = Path(path).read_text(encoding='utf-8', errors='replace') if os.path.exists(path) else ''
@@ -30,23 +35,40 @@ class ResumableResults:
                 digest, name, start, value = json.loads(line)
                 if digest == self.identity:
                     self.measured[name, start] = value
+        if self.process:
+            self.measured = self.process.gather(self.measured)[0]
 
     def add(self, name, start, value):
         """Appends a batch to the file."""
         self.measured[name, start] = value
+        if self.process and not self.process.first:
+            return
         with open(self.path, 'a', encoding='utf-8') as f:
             f.write(f'{self.gap}{json.dumps([self.identity, name, start, value])}\n')
         self.gap = ''
 
     def batches(self, name, starts, measure):
-        """measure(start), JSON, for each of the starts; `name` tells measurements apart."""
-        for start in tqdm(starts, unit='batch', leave=False, disable=None):
-            if (name, start) not in self.measured:
-                self.add(name, start, measure(start))
-            yield self.measured[name, start]
+        """[measure(start), JSON, for each of the starts]; `name` tells measurements apart. Several processes take one batch
+        each at a time, and all get all. Raises ConfigError where their names differ."""
+        missing = [start for start in starts if (name, start) not in self.measured]
+        rank, world = (self.process.rank, self.process.world) if self.process else (0, 1)
+        if self.process and len({*self.process.gather(f'{name} {missing}')}) > 1:
+            raise ConfigError('the processes do not measure the same; start all with the same settings, code and data.')
+        quiet = None if is_first() else True
+        with tqdm(total=len(starts), initial=len(starts) - len(missing), unit='batch', leave=False, disable=quiet) as progress:
+            for low in range(0, len(missing), world):
+                together = missing[low : low + world]
+                value = measure(together[rank]) if rank < len(together) else None
+                values = self.process.gather(value) if self.process else [value]
+                for start, value in zip(together, values[: len(together)], strict=True):
+                    self.add(name, start, value)
+                progress.update(len(together))
+        return [self.measured[name, start] for start in starts]
 
     def finish(self, results):
         """Writes the results, JSON, removes the file and returns them."""
+        if self.process and not self.process.first:
+            return results
         Path(self.path.removesuffix('.part')).write_text(json.dumps(results, indent=1), encoding='utf-8')
         Path(self.path).unlink(missing_ok=True)
         return results
