@@ -242,12 +242,12 @@ def print_costs(config):
     if config.dtype == 'auto':  # which device the run will have, only its settings can say
         config.dtype = 'float32' if config.device in ('cpu', 'mps') else 'bfloat16'
     memory, limit = count_memory(config), config.device_memory * 1e9
-    parts = f'one of {config.processes} processes, {config.accumulation} x {config.micro_batch} sequences, {config.dtype}'
-    print(f'\nmemory of tensors, {parts}, as on CPU without compile')
+    who = f'one of {config.processes} processes, {config.accumulation} x {config.micro_batch} sequences, {config.dtype}'
+    print(f'\nmemory of tensors, {who}, as on CPU without compile')
     for part, size in memory.items():
         print(f'{part:<18}{size / 2**20:>16,.0f} MiB')
-    part = f'{memory["peak"] / limit:>8.0%} of device_memory={config.device_memory:g} GB'
-    print(f'{"limit":<18}{limit / 2**20:>16,.0f} MiB{part}')
+    share_of_limit = f'{memory["peak"] / limit:>8.0%} of device_memory={config.device_memory:g} GB'
+    print(f'{"limit":<18}{limit / 2**20:>16,.0f} MiB{share_of_limit}')
     if memory['peak'] > limit:
         smaller = f'a device_batch_size below {config.micro_batch}, ' if config.micro_batch > 1 else ''
         warn(f'a step does not fit; take {smaller}--activation_checkpointing=True or --shard=True.')

@@ -1263,6 +1263,7 @@ def test_every_config_describes_a_model(path, capsys, monkeypatch):
         model = build(config)
     total = sum(p.numel() for p in model.parameters())
     assert found['total_parameters'] == total == sum(count_parameters(model).values())
+    assert found['parameters'] == count_parameters(model)
     recurrence = recurrence_parameters(model)
     added = sum(p.numel() for name, p in model.named_parameters() if name in recurrence)
     assert found['recurrence_share'] == pytest.approx(added / total)
