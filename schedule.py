@@ -49,7 +49,8 @@ class Schedule:
         check_keys(self)
         for name, off in (('jacobi_tol', 0), ('scan', False), ('min_passes', -1)):
             if getattr(self, name) != off and self.schedule not in ('jacobi', 'interleaved'):
-                raise ConfigError(f'{name}={getattr(self, name)} needs schedule=jacobi or interleaved, not {self.schedule}.')
+                setting = f'{name}={getattr(self, name)}'
+                raise ConfigError(f'schedule={self.schedule} does not go with {setting}; take jacobi or interleaved.')
         if self.schedule == 'jacobi' and self.d_backward > (n := self.d_forward + 1):
             raise ConfigError(f'd_backward={self.d_backward} exceeds d_forward + 1 = {n} passes; take d_backward={n} or less.')
         if self.min_passes >= 0:
@@ -70,14 +71,19 @@ class Schedule:
         """Whether the first pass runs over all positions without memory."""
         return self.schedule in ('parallel', 'jacobi', 'interleaved')
 
-    def choices(self):
-        """The schedules of which each training step draws one, all equally likely; the last is the one with all passes."""
+    @property
+    def numbers(self):
+        """The numbers of passes (jacobi: d_forward; interleaved: n_sweeps) of which a training step draws one, a range."""
+        full = self.n_sweeps if self.schedule == 'interleaved' else self.d_forward
+        return range(full if self.min_passes < 0 else self.min_passes, full + 1)
+
+    def with_passes(self, number):
+        """This schedule with one of its `numbers`."""
         if self.min_passes < 0:
-            return [self]
+            return self
         if self.schedule == 'interleaved':
-            return [replace(self, min_passes=-1, n_sweeps=n) for n in range(self.min_passes, self.n_sweeps + 1)]
-        numbers = range(self.min_passes, self.d_forward + 1)
-        return [replace(self, min_passes=-1, d_forward=n, d_backward=min(self.d_backward, n + 1)) for n in numbers]
+            return replace(self, min_passes=-1, n_sweeps=number)
+        return replace(self, min_passes=-1, d_forward=number, d_backward=min(self.d_backward, number + 1))
 
     def passes(self, T, reads_from=0):
         """The passes over a sequence of T positions, in order.

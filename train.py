@@ -218,11 +218,9 @@ class TrainConfig(Schedule, GPTConfig):
             raise ConfigError('activation_checkpointing=True recomputes transformer layers; architecture=lstm has none.')
         if self.freeze_base and self.recurrence == 'none':
             raise ConfigError('freeze_base=True with recurrence=none leaves nothing to train.')
-        if self.freeze_base and self.initial and len(self.choices()[0].passes(2)) == 1:
-            raise ConfigError(
-                f'freeze_base=True leaves nothing to train where no pass reads the memory: schedule={self.schedule}, '
-                f'd_forward={self.d_forward}, min_passes={self.min_passes}; take jacobi with 1 or more, or another schedule.'
-            )
+        if self.freeze_base and self.initial and len(self.with_passes(self.numbers[0]).passes(2)) == 1:
+            without = f'schedule={self.schedule}, d_forward={self.d_forward}, min_passes={self.min_passes}'
+            raise ConfigError(f'freeze_base=True needs passes that read the memory, not {without}; take jacobi with 1 or more.')
 
 
 def saved_settings(checkpoint):
@@ -254,7 +252,8 @@ def full_schedule(config, step):
 
 def schedule_at(config, step):
     """The schedule that `step` runs: where min_passes says so, with a number of passes drawn by (seed, step)."""
-    return random.Random(f'{config.seed} {step}').choice(full_schedule(config, step).choices())
+    schedule = full_schedule(config, step)
+    return schedule.with_passes(random.Random(f'{config.seed} {step}').choice(schedule.numbers))
 
 
 def main(argv):
@@ -293,7 +292,7 @@ def run(config, resources):
     if process.world > 1:
         check_processes_agree(config, data, start)
     raw, optimizers = start_model(config, process, T, checkpoint)
-    model = distribute(raw, full_schedule(config, 0).choices()[0], process, T)
+    model = distribute(raw, full_schedule(config, 0), process, T)
     signals = resources.enter_context(Signals())
     log = Log(config, process.first, start, checkpoint.get('wandb_id'))
     checkpoints = Checkpoints(config, process.first, checkpoint)

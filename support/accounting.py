@@ -54,8 +54,8 @@ def count_flops(model, schedule, T):
     another kind is counted too; attention counts every key it is given, causal or not. A backward costs twice its forward.
     Weights may be on the meta device. Where the schedule draws its number of passes, all are means over the numbers.
     """
-    if len(choices := schedule.choices()) > 1:
-        costs = [count_flops(model, choice, T) for choice in choices]
+    if schedule.min_passes >= 0:
+        costs = [count_flops(model, schedule.with_passes(n), T) for n in schedule.numbers]
         return {name: sum(cost[name] for cost in costs) / len(costs) for name in costs[0]}
     c, like = model.config, model.embed.weight
     D, head = c.n_embd, count_call(model.logits, (1, 1, c.n_embd), like=like)

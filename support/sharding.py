@@ -53,11 +53,12 @@ def shard(model, process):
 
 
 def distribute(model, schedule, process, T):
-    """`model`, or around it what averages gradients over the processes. schedule: the one with the fewest passes."""
+    """`model`, or around it what averages gradients over the processes. schedule: that of the first step."""
     if process.world == 1 or isinstance(model, FSDPModule):
         return model
     # Only a schedule without a pass that reads the memory leaves parameters without gradient, and growth begins with it.
-    unused = model.config.recurrence != 'none' and schedule.initial and len(schedule.passes(T)) == 1
+    fewest = schedule.with_passes(schedule.numbers[0]).passes(T)
+    unused = model.config.recurrence != 'none' and schedule.initial and len(fewest) == 1
     ids = [torch.device(process.device).index] if process.kind == 'cuda' else None
     return DistributedDataParallel(model, device_ids=ids, find_unused_parameters=unused, gradient_as_bucket_view=True)
 

@@ -119,7 +119,7 @@ def test_models(tmp_path, monkeypatch):
         'block_size',
         'mlp_hidden',
     )
-    sizes += ('d_forward', 'd_backward', 'n_subsets', 'n_sweeps', 'chunk_size', 'vocab_size', 'reset_token')
+    sizes += ('d_forward', 'd_backward', 'n_subsets', 'n_sweeps', 'min_passes', 'chunk_size', 'vocab_size', 'reset_token')
     declared = {f.name: f for f in fields(train.TrainConfig)}
     one = [
         st.builds(
