@@ -50,7 +50,7 @@ class Schedule:
         for name, off in (('jacobi_tol', 0), ('scan', False), ('min_passes', -1)):
             if getattr(self, name) != off and self.schedule not in ('jacobi', 'interleaved'):
                 setting = f'{name}={getattr(self, name)}'
-                raise ConfigError(f'schedule={self.schedule} does not go with {setting}; take jacobi or interleaved.')
+                raise ConfigError(f'schedule={self.schedule} does not go with {setting}; take schedule=jacobi or interleaved.')
         if self.schedule == 'jacobi' and self.d_backward > (n := self.d_forward + 1):
             raise ConfigError(f'd_backward={self.d_backward} exceeds d_forward + 1 = {n} passes; take d_backward={n} or less.')
         if self.min_passes >= 0:

@@ -304,7 +304,13 @@ def test_an_interrupt_is_heard_while_the_library_works(tmp_path):
     """It works in a thread: here one that would go on for a minute."""
     code = 'import time; from configurator import reporting; from support.bpe import interruptible\n'
     code += 'with reporting():\n    interruptible(lambda: (print("begun", flush=True), time.sleep(60)))'
-    process = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, '-c', code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell runs in the background ignores it
+    )
     assert process.stdout.readline() == b'begun\n'
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30)[1] == b'error: interrupted\n' and process.returncode == 130
