@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from configurator import ConfigError, check_keys, key, within
-from schedule import PARALLEL, SEQUENTIAL, as_slice
-from support.buffers import scatter, scatter_kv, take
+from schedule import PARALLEL, SEQUENTIAL
+from support.buffers import as_slice, scatter, scatter_kv, take
 from support.convergence import Convergence
 from support.dtypes import rounding, working_dtype
 from support.loss import count_scored, scored_loss, summed_loss

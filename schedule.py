@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from configurator import ConfigError, check_keys, key, within
+from support.convergence import drop_converged
 
 
 class Pass(NamedTuple):
@@ -48,9 +49,8 @@ class Schedule:
         """Raises ConfigError, one sentence, for a schedule that cannot run."""
         check_keys(self)
         for name, off in (('jacobi_tol', 0), ('scan', False), ('min_passes', -1)):
-            if getattr(self, name) != off and self.schedule not in ('jacobi', 'interleaved'):
-                setting = f'{name}={getattr(self, name)}'
-                raise ConfigError(f'schedule={self.schedule} does not go with {setting}; take schedule=jacobi or interleaved.')
+            if (value := getattr(self, name)) != off and self.schedule not in ('jacobi', 'interleaved'):
+                raise ConfigError(f'schedule={self.schedule} takes no {name}={value}; take schedule=jacobi or interleaved.')
         if self.schedule == 'jacobi' and self.d_backward > (n := self.d_forward + 1):
             raise ConfigError(f'd_backward={self.d_backward} exceeds d_forward + 1 = {n} passes; take d_backward={n} or less.')
         if self.min_passes >= 0:
@@ -128,15 +128,3 @@ def exact_schedule(T, how='auto'):
     """The exact recurrence over T positions: token by token, or Jacobi passes until float32 shows no change."""
     jacobi = how == 'jacobi' or (how == 'auto' and T > 256)  # far fewer passes than positions
     return Schedule('jacobi', d_forward=T, d_backward=1, jacobi_tol=1e-5) if jacobi else SEQUENTIAL
-
-
-def drop_converged(positions, first):
-    """The `positions`, a range, without those before `first`. Whole eighths are left out, for few shapes to compile."""
-    unit = max(1, len(positions) // 8)
-    skipped = len(range(positions.start, min(first, positions.stop), positions.step))
-    return positions[skipped if skipped == len(positions) else skipped // unit * unit :]
-
-
-def as_slice(positions):
-    """The positions of a pass, a range, as the slice that picks them. Slices, and no index: the backward of an index sorts."""
-    return slice(positions.start, positions.stop, positions.step)

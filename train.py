@@ -30,8 +30,9 @@ from tqdm import tqdm
 
 from configurator import ConfigError, fail, key, parse, reporting
 from model import GPTConfig, build
-from schedule import Schedule, as_slice
+from schedule import Schedule
 from support.accounting import check_memory, dry_run
+from support.buffers import as_slice
 from support.checkpoint import (
     Checkpoints,
     changed_settings,

@@ -14,9 +14,6 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-if 'OMP_WAIT_POLICY' not in os.environ:  # read when torch is loaded: a waiting thread soon leaves its core to others
-    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
-
 import torch
 
 from configurator import ConfigError, explaining, fail, parse, reporting

@@ -2,8 +2,6 @@
 
 import torch
 
-from schedule import drop_converged
-
 
 class Convergence:
     """Follows how much each pass changes the output of the span. A pass without gradient leaves out the positions before the
@@ -37,3 +35,10 @@ class Convergence:
                 first = positions[int(moving[0])]
         if self.tolerance:
             self.first_moving.append(first)
+
+
+def drop_converged(positions, first):
+    """The `positions`, a range, without those before `first`. Whole eighths are left out, for few shapes to compile."""
+    unit = max(1, len(positions) // 8)
+    skipped = len(range(positions.start, min(first, positions.stop), positions.step))
+    return positions[skipped if skipped == len(positions) else skipped // unit * unit :]

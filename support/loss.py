@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from schedule import as_slice
+from support.buffers import as_slice
 
 LOGITS_AT_ONCE = 2**25  # elements: enough for full speed, and little beside a model with so large a vocabulary
 

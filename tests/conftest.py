@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import prepare_data
+
 TRIALS = Counter()
 
 
@@ -28,6 +30,24 @@ def made_once(tmp_path_factory, name, make):
             make(folder)
             whole.write_text(str(folder))
     return Path(whole.read_text())
+
+
+def make_text(root):
+    """A text dataset of eight documents, root/text, and its files."""
+    (root / 'source').mkdir()
+    for i in range(8):
+        (root / 'source' / f'{i}.txt').write_text(''.join(f'line {j} of document {i}\n' for j in range(60)))
+    prepare_data.main(['text', f'--source={root}/source', '--val_fraction=0.3', f'--out={root}/text'])
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    """A text dataset and an aligned task."""
+    root = tmp_path_factory.mktemp('data')
+    make_text(root)
+    sizes = [f'--n_{split}={n}' for split, n in (('train', 200), ('val', 40), ('test', 40))]
+    prepare_data.main(['s5', '--group=3', '--steps=1-4', f'--out={root}/task', *sizes])
+    return root
 
 
 def pytest_configure(config):

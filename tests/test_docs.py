@@ -128,25 +128,27 @@ def test_every_command_parses(name, folder, monkeypatch, capsys):
 
 def test_what_is_wrong_is_found(folder, monkeypatch):
     """The check itself: a key, a file, a value, a dataset, a benchmark and a number of processes that do not exist."""
-    for line in (
-        'python train.py config/text_t2mlr.py --lr=1',
-        'python train.py config/t2mlr.py',
-        'python train.py config/text_t2mlr.py --schedule=jacoby',
-        'python prepare_data.py s6',
-        'python bench.py step',
-        'torchrun --nproc_per_node=7 train.py config/t2mlr_20L.py',
-    ):
-        with pytest.raises(SystemExit):
-            check(shlex.split(line), monkeypatch)
-    for line in (
-        'python -m runs.none',
-        'python -m runs.retrofit none',
-        'bash runs/none.sh',
-        'pip install -r none.txt',
-        'cd ..',
-    ):
-        with pytest.raises(AssertionError):
-            check(shlex.split(line), monkeypatch)
+    wrong = {
+        SystemExit: (
+            'python train.py config/text_t2mlr.py --lr=1',
+            'python train.py config/t2mlr.py',
+            'python train.py config/text_t2mlr.py --schedule=jacoby',
+            'python prepare_data.py s6',
+            'python bench.py step',
+            'torchrun --nproc_per_node=7 train.py config/t2mlr_20L.py',
+        ),
+        AssertionError: (
+            'python -m runs.none',
+            'python -m runs.retrofit none',
+            'bash runs/none.sh',
+            'pip install -r none.txt',
+            'cd ..',
+        ),
+    }
+    for error, lines in wrong.items():
+        for line in lines:
+            with pytest.raises(error):
+                check(shlex.split(line), monkeypatch)
 
 
 NOT_RUN = {  # the first of these that a command contains is why it is not run here

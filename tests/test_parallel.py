@@ -6,27 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_train import LRT, T2MLR, launch, log_of, losses, make_text, on_two_processes, same_bits, settings
+from test_train import LRT, T2MLR, launch, log_of, losses, on_two_processes, same_bits, settings
 from test_train_faults import with_targets
 
-import prepare_data
 import train
 from configurator import ConfigError, parse
 from support.accounting import count_memory
 from support.checkpoint import read_checkpoint, save_checkpoint
 from support.sharding import check_batch
 from train import TrainConfig
-
-
-@pytest.fixture(scope='module')
-def folders(tmp_path_factory):
-    """A text dataset and an aligned task."""
-    root = tmp_path_factory.mktemp('data')
-    make_text(root)
-    sizes = [f'--n_{split}={n}' for split, n in (('train', 200), ('val', 40), ('test', 40))]
-    prepare_data.main(['s5', '--group=3', '--steps=1-4', f'--out={root}/task', *sizes])
-    return root
-
 
 # The batch
 

@@ -24,7 +24,6 @@ import pytest
 import torch
 from conftest import made_once, trial
 
-import prepare_data
 import train
 from configurator import ConfigError, read_config_file
 from model import GPT, GPTConfig, build, listed_parameters, recurrence_parameters
@@ -49,24 +48,6 @@ ARCHITECTURES = {
     'lrt': LRT | {'schedule': 'interleaved', 'optimizer': 'muon'},
     'lstm': {'architecture': 'lstm'},
 }
-
-
-def make_text(root):
-    """A text dataset of eight documents, root/text, and its files."""
-    (root / 'source').mkdir()
-    for i in range(8):
-        (root / 'source' / f'{i}.txt').write_text(''.join(f'line {j} of document {i}\n' for j in range(60)))
-    prepare_data.main(['text', f'--source={root}/source', '--val_fraction=0.3', f'--out={root}/text'])
-
-
-@pytest.fixture(scope='module')
-def folders(tmp_path_factory):
-    """A text dataset and an aligned task."""
-    root = tmp_path_factory.mktemp('data')
-    make_text(root)
-    sizes = [f'--n_{split}={n}' for split, n in (('train', 200), ('val', 40), ('test', 40))]
-    prepare_data.main(['s5', '--group=3', '--steps=1-4', f'--out={root}/task', *sizes])
-    return root
 
 
 def settings(folders, out, data='text', **changed):
