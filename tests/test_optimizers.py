@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_train import ARCHITECTURES, ROOT, folders, launch, losses, same_bits, settings  # noqa: F401
+from test_train import ARCHITECTURES, ROOT, launch, losses, same_bits, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train

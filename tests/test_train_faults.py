@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import trial
+from conftest import make_text, trial
 from test_train import (
     LRT,
     ROOT,
@@ -25,7 +25,6 @@ from test_train import (
     launch,
     log_of,
     losses,
-    make_text,
     on_two_processes,
     running,
     same_bits,
