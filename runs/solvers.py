@@ -85,11 +85,17 @@ def main(argv):
             [path, 'speed-up', 'passes'], [[name, *map(str, row.values())] for name, row in result['prompts'].items()]
         )
     Path('results/solvers.json').write_text(json.dumps({'passes': PASSES, 'checkpoints': results}, indent=1))
-    with drawing('results/solvers.png', 1, len(results), figsize=(5 * len(results), 3.6), squeeze=False) as (_, panels):
-        for panel, (path, result) in zip(panels[0], results.items(), strict=True):
-            for name, values in result['errors'].items():
-                panel.plot(PASSES[: len(values)], np.maximum(values, 1e-9), label=name)
-            panel.set(yscale='log', xscale='symlog', xlabel='passes over all positions', title=Path(path).name)
+    draw(results, 'results/solvers.png')
+
+
+def draw(results, path):
+    """Error against passes, a panel for each checkpoint."""
+    with drawing(path, 1, len(results), figsize=(5 * len(results), 3.6), squeeze=False) as (_, panels):
+        for panel, (name, result) in zip(panels[0], results.items(), strict=True):
+            for solver, values in result['errors'].items():
+                panel.plot(PASSES[: len(values)], np.maximum(values, 1e-9), label=solver)
+            panel.set(yscale='log', xscale='symlog', xlabel='passes over all positions', title=Path(name).name)
+            panel.set_xlim(left=-0.3)
             panel.set_xticks([0, 1, 2, 4, 8, 16, 32], labels=['0', '1', '2', '4', '8', '16', '32'])
         panels[0, 0].set_ylabel('error of the log-likelihood, nats a token')
         panels[0, 0].legend()
